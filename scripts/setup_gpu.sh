@@ -74,7 +74,9 @@ for arch in ${told:+${NVTE_CUDA_ARCHS//;/ }}; do words+=(-gencode "arch=compute_
 exec "$CUDA_HOME/bin/nvcc" "${words[@]}"
 EOF
     chmod +x "$VENV/nvcc"
-    export PYTORCH_NVCC=$(realpath "$VENV/nvcc") CAUSAL_CONV1D_FORCE_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE
+    # None of the three asks its project's releases for a binary, which has no hash.
+    export PYTORCH_NVCC=$(realpath "$VENV/nvcc") NVTE_PYTORCH_FORCE_BUILD=TRUE
+    export CAUSAL_CONV1D_FORCE_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE
 }
 
 check_headers() {
@@ -106,11 +108,13 @@ build-essential python3.12-dev"
         fail "nvcc of $CUDA_HOME does not compile for sm_90 (above); it needs a g++ that it supports"
 }
 
-# Its dependencies come in the versions of the lock, where that has them.
+# Its dependencies come in the versions of the lock, where that has them. Nothing comes from pip's cache, here and in the next
+# step: what was compiled once may be for another torch or for other architectures.
 install_transformer_engine() {
     use_pips_cuda
     sed 's/ --hash=.*//' "$LOCK" >"$VENV/constraints.txt"
-    pip_install --no-build-isolation -c "$VENV/constraints.txt" "transformer-engine[pytorch,core_cu13]==$TRANSFORMER_ENGINE"
+    pip_install --no-cache-dir --no-build-isolation -c "$VENV/constraints.txt" \
+        "transformer-engine[pytorch,core_cu13]==$TRANSFORMER_ENGINE"
 }
 
 kernel_packages() {
@@ -121,7 +125,7 @@ print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependenc
 install_kernels() {
     use_pips_cuda
     # shellcheck disable=SC2046
-    pip_install --no-deps --no-build-isolation $(kernel_packages)
+    pip_install --no-cache-dir --no-deps --no-build-isolation $(kernel_packages)
 }
 
 # With the flags of each package's setup.py.

@@ -43,11 +43,12 @@ def test_hashes_are_checked() -> None:
     free = [words for words in installs if "--require-hashes" not in words]
     assert len(installs) == 5 and len(free) == 3
     here = (
-        "transformer-engine[",
+        "--no-cache-dir --no-build-isolation -c",
         "--no-deps --no-build-isolation $(kernel_packages)",
         '--no-deps --no-build-isolation "${edit',
     )
     assert all(any(part in words for part in here) for words in free)
+    assert sum("--no-cache-dir" in words for words in free) == 2, "pip caches what was compiled for another torch"
 
 
 def test_the_gpu_image_is_made_by_the_script_that_users_run() -> None:
