@@ -114,7 +114,7 @@ def _policy_stands_still(metrics: Mapping[str, float]) -> str | None:
 
 
 def _answers_cut(metrics: Mapping[str, float]) -> str | None:
-    cut = metrics.get("truncation_rate", 0.0)
+    cut = metrics.get("truncation_rate", 0.0) * (metrics.get("generated_length_max") != 1)  # a choice has no end
     return f"{cut:.0%} of the answers do not come to an end." if cut > KINDS["answers_cut"].above else None
 
 
@@ -157,6 +157,8 @@ class StepAlarms:
         texts = {kind: look(metrics) for kind, look in SIGNS.items()}
         if self.band is not None:
             texts["left_band"] = self.band.sign(step, metrics)
+            if metrics.get("truncation_rate", 0.0) <= self.band.band.largest("truncated"):
+                texts["answers_cut"] = None
         for kind, text in texts.items():
             patience = KINDS[kind].in_a_row
             self._in_a_row[kind] = 0 if text is None else self._in_a_row[kind] + 1

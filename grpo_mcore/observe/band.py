@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from grpo_mcore.observe.run_folder import damage_raised_as, read_object
+from grpo_mcore.observe.run_folder import damage_raised_as
 from grpo_mcore.recipe import recipe_folders, without_secrets
 
 Floats = NDArray[np.float64]
@@ -143,6 +143,10 @@ class Band:
                 return f"it is of another recipe ({self.recipe}): {key} is {other} here and {own} there"
         return None
 
+    def largest(self, name: str) -> float:
+        """Return the largest value of a statistic in any step of its runs, 0 if they have none."""
+        return float(np.nanmax(self.curves[name])) if name in self.curves else 0.0
+
     def plain_curves(self) -> dict[str, list[list[Any]]]:
         """Return [steps, medians, lowest, highest] by the full name of each metric, for a page."""
         parts = ((self.steps, self.curves, "train"), (self.validation_steps, self.validation, "validation"))
@@ -242,7 +246,9 @@ def find_band(name: str) -> Path:
 def read_band(name: str) -> Band:
     """Return the band of a file (`find_band`). Raises BandError with the reason for one that cannot be used."""
     path = find_band(name)
-    if (plain := read_object(path)) is None:
+    with damage_raised_as(BandError, path):
+        plain = json.loads(path.read_bytes()) if path.is_file() else None
+    if not isinstance(plain, dict):
         raise BandError(f"{path} is no band: `grpo-mcore sweep RECIPE --seeds {MIN_SEEDS} --band FILE` makes one")
     if plain.get("format") != FORMAT:
         raise BandError(f"{path} is of format {plain.get('format')}, and this version reads {FORMAT}: make it again")

@@ -19,7 +19,7 @@ from grpo_mcore.environments.interfaces import EnvironmentInterface
 from grpo_mcore.observe.alarms import MISMATCH, alarms_of
 from grpo_mcore.observe.band import Band, settings_of
 from grpo_mcore.observe.samples import generated_mask, sample_steps
-from grpo_mcore.recipe import MasterConfig, changes, needs_reference, uses_images
+from grpo_mcore.recipe import MasterConfig, changes, needs_reference
 from grpo_mcore.recipe.loading.show import HIDDEN
 from grpo_mcore.rollout.datum import DatumSpec
 from grpo_mcore.rollout.pass_rates import row_uid
@@ -57,7 +57,7 @@ class WrongPart:
 class DiagnosedRun:
     """A run that is diagnosed. `step`: a step that it recorded, with its samples `rows` and what was computed of them,
     `recorded`; `lines`: the metrics of all steps; `reference`: settings of the recipe that it should have; `scratch`: a
-    folder for workers' logs."""
+    folder for workers' logs; `band`: that of its recipe."""
 
     run: Path
     config: MasterConfig
@@ -67,6 +67,7 @@ class DiagnosedRun:
     lines: Sequence[Mapping[str, Any]]
     reference: Mapping[str, Any]
     scratch: Path
+    band: Band | None = None
 
     def command(self, verb: str, *words: str) -> str:
         return shlex.join(["grpo-mcore", verb, str(self.run), *words])
@@ -129,14 +130,19 @@ def of_prompts(case: DiagnosedRun) -> Iterator[WrongPart]:
     samples = {row["uid"]: row for row in case.rows if row["turns"]}
     asked = {uid: list(takewhile(lambda turn: not turn["generated"], row["turns"])) for uid, row in samples.items()}
     texts = {uid: "".join(turn["text"] for turn in turns) for uid, turns in asked.items()}
-    count, again = len(set(texts.values())), case.command("report")
-    if 2 * count <= len(texts) and not uses_images(case.config):
+    images = {uid: [it["digest"] for turn in turns for it in turn.get("images") or ()] for uid, turns in asked.items()}
+    count, again = len({(text, *images[uid]) for uid, text in texts.items()}), case.command("report")
+    if 2 * count <= len(texts):
         text = next(iter(texts.values()))
         alike = f"all {len(texts)} prompts of step {case.step} are {text!r}: no question is in them"
         several = f"{len(texts)} prompts of step {case.step} have {count} texts"
         yield WrongPart("prompts", alike, again) if count == 1 else WrongPart("data", several, again)
     for uid in samples.keys() & case.prompts().keys():
-        ids = torch.cat([message["token_ids"] for message in case.prompts()[uid]["message_log"]]).tolist()
+        messages = case.prompts()[uid]["message_log"]
+        if images[uid] != [image.digest for message in messages for image in message.get("images", ())]:
+            yield WrongPart("images", f"prompt {uid} was shown other images than the data has now", again)
+            return
+        ids = torch.cat([message["token_ids"] for message in messages]).tolist()
         if samples[uid]["token_ids"][: sum(turn["tokens"] for turn in asked[uid])] != ids:
             shown = case.prepared.tokenizer.decode(ids)
             evidence = f"prompt {uid} was {texts[uid]!r}; data and template make {shown!r} of it"
@@ -207,7 +213,8 @@ def of_mask(case: DiagnosedRun) -> Iterator[WrongPart]:
 def of_answers(case: DiagnosedRun) -> Iterator[WrongPart]:
     """Look at how answers end."""
     cut = [row for row in case.rows if row["truncated"]]
-    if 2 * len(cut) > len(case.rows):
+    usual = case.band.largest("truncated") if case.band is not None else 0.0
+    if len(cut) > max(0.5, usual) * len(case.rows):
         evidence = (
             f"{len(cut)} of {len(case.rows)} answers are cut off by policy.generation.max_new_tokens or the length"
         )

@@ -265,6 +265,12 @@ FAULTS: list[tuple[Any, Callable[[Any], object], str, str]] = [
     (of_prompts, lambda row: row["turns"][1].update(text="="), "prompts", "are 'Answer.=': no question"),
     (of_prompts, lambda row: row["turns"][1].update(text=str(row["uid"][-1] > "4")), "data", "have 2 texts"),
     (of_prompts, lambda row: row["token_ids"].__setitem__(0, 9), "template", "data and template make '<bos>"),
+    (
+        of_prompts,
+        lambda row: row["turns"][1].update(images=[{"digest": row["uid"]}]),
+        "images",
+        "other images than the",
+    ),
     (of_answers, lambda row: row.update(truncated=True), "truncation", "16 of 16 answers"),
     (of_rewards, lambda row: row.update(reward=row["reward"] + 1), "reward", "16 of 16 recorded answers get another"),
     (of_rewards, lambda row: row.update(truth="7"), "data", "was 7, and is "),
@@ -286,6 +292,15 @@ def test_a_part_that_was_otherwise_is_named(
     found = list(look(dataclasses.replace(case, rows=rows)))
     assert found and found[0].part == part and evidence in found[0].evidence
     assert found[0].again.startswith("grpo-mcore ")
+
+
+def test_answers_are_cut_only_beyond_what_is_usual_in_the_band(case: DiagnosedRun) -> None:
+    rows = [dict(row, truncated=True) for row in case.rows]
+    of_runs = [line | {"truncation_rate": 1.0} for line in case.lines]
+    band = make_band("own", "1", dict.fromkeys(range(20), (case.config.model_dump(mode="json"), of_runs, [])))
+    assert list(of_answers(dataclasses.replace(case, rows=rows, band=band))) == []
+    band.curves["truncated"][:] = 0.9
+    assert [it.part for it in of_answers(dataclasses.replace(case, rows=rows, band=band))] == ["truncation"]
 
 
 def test_settings_and_the_loss_that_were_otherwise_are_named(case: DiagnosedRun) -> None:

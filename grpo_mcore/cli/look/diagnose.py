@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     left = left_at(lines, band)
     step = replayable(folder, config, args.step or (left[0] if left else max(line["step"] for line in lines)))
     with tempfile.TemporaryDirectory(prefix="grpo-mcore-diagnose-") as scratch:
-        case = DiagnosedRun(folder, config, step, *recorded_step(folder, step), lines, reference, Path(scratch))
+        case = DiagnosedRun(folder, config, step, *recorded_step(folder, step), lines, reference, Path(scratch), band)
         findings, notes = diagnose(case)
     if band is None and args.recipe is None:
         notes.insert(

@@ -1,8 +1,9 @@
-"""`grpo-mcore demo [--quick | --recipe NAME] [key=value ...]`: makes a small model and its task, warms it up, and
+"""`grpo-mcore demo [--quick] [--recipe NAME] [key=value ...]`: makes a small model and its task, warms it up, and
 trains it with GRPO, or by distillation from the model that the first demo trained."""
 
 import argparse
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,8 +23,8 @@ FOLDERS = {
 }
 """Output folder of the demo of each recipe."""
 
-QUICK = Path("results/demo-quick")
-"""Output folder of the quick demo, which replaces nothing of the whole one."""
+QUICK = {GRPO: Path("results/demo-quick"), VISION: Path("results/demo-vision-quick")}
+"""Output folder of the quick demo of each recipe that has one. It replaces nothing of the whole one."""
 QUICK_HIGHEST, QUICK_HELD_OUT, QUICK_WARM_UP = 19, 60, 200
 """The quick demo's sums: of numbers up to this one, so many of them held out, and steps of the warm-up."""
 
@@ -33,18 +34,21 @@ GOAL = 0.9
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = list(FOLDERS)
-    chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument("--recipe", choices=names, default=names[0], help=f"{' or '.join(names)}; default: {names[0]}")
-    chosen.add_argument("--quick", action="store_true", help="smaller sums, 30 steps, all in one process: a minute")
+    parser.add_argument("--recipe", choices=names, default=names[0], help=f"{' or '.join(names)}; default: {names[0]}")
+    short = f"30 steps, smaller sums, all in one process: a minute ({' or '.join(QUICK)})"
+    parser.add_argument("--quick", action="store_true", help=short)
 
 
 def run(args: argparse.Namespace) -> int:
     """Overrides go to the recipe."""
+    if args.quick and args.recipe not in QUICK:
+        print(f"grpo-mcore demo: --quick is of {' or '.join(QUICK)}; run {args.recipe} without it", file=sys.stderr)
+        return 2
     with ExitStack() as held:
         if args.recipe == DISTILL:
             return _distill(args.overrides, held)
         if args.recipe == VISION:
-            return _vision(args.overrides, held)
+            return _vision(args.overrides, held, quick=args.quick)
         return _grpo(args.recipe, args.overrides, held, quick=args.quick)
 
 
@@ -59,21 +63,23 @@ def _begin(folder: Path, held: ExitStack) -> None:
     held.enter_context(Lease(folder, key=key))
 
 
-def quick_recipe() -> list[str]:
-    """Return the overrides that make a run of half a minute of the demo's recipe: no Ray, one rank, few steps."""
-    paths = {"logger.log_dir": "logs", "checkpointing.checkpoint_dir": "checkpoints", "policy.model_name": "base/hf",
+def quick_recipe(recipe: str) -> list[str]:
+    """Return the overrides that make a run of half a minute of a demo's recipe: no Ray, one rank, few steps."""
+    folder, model = QUICK[recipe], "base" if recipe == VISION else "base/hf"
+    paths = {"logger.log_dir": "logs", "checkpointing.checkpoint_dir": "checkpoints", "policy.model_name": model,
              "data.train.data_path": "task/train.jsonl", "data.validation.data_path": "task/val.jsonl"}  # fmt: skip
     one_process = ["cluster.backend=local", "cluster.gpus_per_node=1"]
     one_process += ["policy.megatron_cfg.tensor_model_parallel_size=1"]
     steps = ["grpo.max_num_steps=30", "grpo.val_period=0", "checkpointing.save_period=30"]
-    steps.append("logger.alarms.band=bands/grpo-arithmetic-cpu-quick.json")
-    return [*one_process, *steps, *(f"{key}={QUICK / path}" for key, path in paths.items())]
+    steps.append(f"logger.alarms.band=bands/{recipe}-quick.json")
+    return [*one_process, *steps, *(f"{key}={folder / path}" for key, path in paths.items())]
 
 
 def _grpo(recipe: str, overrides: Sequence[str], held: ExitStack, *, quick: bool = False) -> int:
     """Run the demo of a GRPO recipe. grpo.seed also determines the task, the untrained model and the warm-up."""
-    started_at, folder = time.perf_counter(), QUICK if quick else FOLDERS[recipe]
-    grpo = load_recipe(recipe, [*quick_recipe(), *overrides] if quick else overrides)  # a wrong override shows first
+    started_at, folder = time.perf_counter(), (QUICK if quick else FOLDERS)[recipe]
+    overrides = [*quick_recipe(recipe), *overrides] if quick else overrides
+    grpo = load_recipe(recipe, overrides)  # a wrong override shows first
     untrained = folder / "untrained"
     sft = warm_up_recipe(folder, folder / "task", grpo.config.grpo.seed, QUICK_WARM_UP if quick else None)
 
@@ -187,9 +193,10 @@ def _distill(overrides: Sequence[str], held: ExitStack) -> int:
     return 0
 
 
-def _vision(overrides: Sequence[str], held: ExitStack) -> int:
+def _vision(overrides: Sequence[str], held: ExitStack, *, quick: bool = False) -> int:
     """Run the demo with images. grpo.seed also determines the images and the untrained model."""
-    started_at, folder = time.perf_counter(), FOLDERS[VISION]
+    started_at, folder = time.perf_counter(), (QUICK if quick else FOLDERS)[VISION]
+    overrides = [*quick_recipe(VISION), *overrides] if quick else overrides
     config = load_recipe(VISION, overrides).config  # a wrong override shows first
 
     from grpo_mcore.cli.train.train import exit_code, train
@@ -210,6 +217,8 @@ def _vision(overrides: Sequence[str], held: ExitStack) -> int:
     write_summary(folder / "summary.json", summary)
     was, now = (_share(summary[f"val_accuracy_{when}"]) for when in ("before", "after"))
     results = {"held-out squares named": f"{was} before, {now} after {summary['steps']} steps; by chance 0.25"}
+    if "band" in summary:
+        results["beside runs with other seeds"] = summary["band"]
     files = {"model": f"{folder / 'model'}, for transformers or vLLM", "summary": f"{folder}/summary.json"}
     commands = {f"grpo-mcore report {folder}": "the run as a page", "docs/vision.md": "images in a task of your own"}
     RunConsole().summary(f"the demo is over after {summary['seconds']:.0f} s", results, files, commands)

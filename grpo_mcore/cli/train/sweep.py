@@ -30,8 +30,8 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 STOPPED = (STOPPED_EARLY, TERMINATED, INTERRUPTED, *(-number for number in FORWARDED))
 """Exit codes of a run that was asked to stop, also before it had begun."""
 
-DEMOS = {"demo": "--recipe={}", "demo-quick": "--quick"}
-"""Options of `grpo-mcore demo` for each `--algorithm` that makes the recipe's task and model too."""
+DEMOS = {"demo": ["demo"], "demo-quick": ["demo", "--quick"]}
+"""Command for each `--algorithm` that makes the recipe's task and model too."""
 
 NOTICE_S = 0.2
 """Seconds within which the sweep says that it has got a signal."""
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         command = [VERBS.get(args.algorithm, ""), args.recipe, "--resume", "auto"]
         if args.algorithm in DEMOS:
-            command, args.algorithm = ["demo", DEMOS[args.algorithm].format(args.recipe)], "grpo"
+            command, args.algorithm = [*DEMOS[args.algorithm], f"--recipe={args.recipe}"], "grpo"
     runs = sweep_runs(args.recipe, args.overrides, args.seeds, folder, args.algorithm)
     if args.band is not None:
         check_band(runs)

@@ -48,6 +48,7 @@ def kinds(alarms: StepAlarms, step: int, changed: dict[str, float]) -> list[str]
         # all tokens are of older weights: the mean over them is 0 / 0
         {"token_mult_prob_error": 1.3, "token_mult_prob_error/age_0": float("nan"), "token_share/age_0": 0.0},
         {"num_samples": 0.0, "num_failed_samples": 0.0},
+        {"truncation_rate": 1.0, "generated_length_max": 1.0},  # a choice by one token
     ],
 )
 def test_a_healthy_step_raises_nothing(changed: dict[str, float]) -> None:

@@ -153,6 +153,16 @@ def test_examples_without_rewards_are_judged_by_their_loss() -> None:
     ]
 
 
+def test_answers_that_are_cut_in_the_runs_of_the_band_too_are_no_alarm() -> None:
+    cut = [line | {"truncation_rate": 0.95} for line in lines_of(draws(np.random.default_rng(5), 1, 30, 0.8), 0)]
+    runs = {seed: (RECIPE, lines_of(draws(np.random.default_rng(0), 20, 30, 0.8), seed), []) for seed in range(20)}
+    assert [alarm.kind for alarm in alarms_of(cut, make_band("own", "1.0", runs))] == ["answers_cut"]
+    as_usual = {
+        seed: (RECIPE, [line | {"truncation_rate": 0.96} for line in run], []) for seed, (_, run, _) in runs.items()
+    }
+    assert alarms_of(cut, make_band("own", "1.0", as_usual)) == []
+
+
 def test_what_is_rare_in_single_steps_is_no_alarm() -> None:
     """All runs of the band begin without a reward and with a gradient; a run may begin otherwise by one answer."""
     rng = np.random.default_rng(0)
@@ -232,6 +242,10 @@ def test_a_file_that_is_no_usable_band_is_refused(tmp_path: Path, change: dict[s
     with pytest.raises(BandError, match=reason):
         read_band(str(file))
     assert reason in str(band_of({"logger": {"alarms": {"band": str(file)}}})[1])
+    for text, said in (("[1]", "is no band"), ("hello", "is damaged: JSONDecodeError")):
+        file.write_text(text)
+        with pytest.raises(BandError, match=said):
+            read_band(str(file))
     with pytest.raises(BandError, match="none.json is no band: `grpo-mcore sweep RECIPE --seeds 20 --band FILE` makes"):
         read_band("none.json")
 

@@ -162,6 +162,8 @@ def test_the_finished_runs_of_twenty_seeds_make_a_band(
     monkeypatch.setattr(sweep, "run_command", lambda *_: 0)
     assert main([*words, "--algorithm", "demo"]) == 1
     assert "a band needs 20 runs or more, and 19 are finished" in capsys.readouterr().err
+    assert main([*words, "--algorithm", "demo-quick", "--dry-run"]) == 0
+    assert f"grpo-mcore demo --quick --recipe={DEMO} " in capsys.readouterr().out
     for changed in (["--seeds", "19"], ["grpo.max_num_steps=3,4"]):
         assert main([*words, *changed]) == 1
         assert "--band is of one setting with --seeds 20 or more" in capsys.readouterr().err

@@ -28,12 +28,18 @@ def test_a_folder_with_a_live_run_is_left_alone(
     assert (folder / "logs" / "metrics.jsonl").read_text() == "results"
 
 
-def test_the_band_of_the_quick_demo_is_of_the_recipe_as_it_is() -> None:
+@pytest.mark.parametrize("recipe", demo.QUICK)
+def test_the_band_of_a_quick_demo_is_of_the_recipe_as_it_is(recipe: str) -> None:
     """A changed recipe needs a new one: `grpo-mcore sweep grpo-arithmetic-cpu --algorithm demo-quick --seeds 20`."""
-    config = load_recipe(demo.GRPO, demo.quick_recipe()).config
+    config = load_recipe(recipe, demo.quick_recipe(recipe)).config
     band, reason = band_of(config.model_dump(mode="json"))
     assert band is not None and reason is None and len(band.seeds) >= 20 and len(band_text(band)) <= LARGEST_BYTES
     assert [change for change in changes(band.settings, config) if change.key in band.settings] == []
+
+
+def test_a_recipe_without_a_quick_form_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--quick", "--recipe", demo.NANO]) == 2
+    assert f"--quick is of {demo.GRPO} or {demo.VISION}; run {demo.NANO} without it" in capsys.readouterr().err
 
 
 def test_what_a_run_that_is_over_has_left_is_replaced(tmp_path: Path) -> None:

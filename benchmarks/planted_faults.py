@@ -1,0 +1,149 @@
+"""Does a band notice a fault, and does `diagnose` name it? Plant faults of recipe, data and code in the quick demos.
+
+    python benchmarks/planted_faults.py grpo-vision-cpu [FAULT ...]
+
+The demo runs once without a fault, with a seed that its band has not seen. With each fault a run trains from its model
+and data until the first alarm, or to the end, in a forked process. Then the fault is taken away, and `grpo-mcore
+diagnose` looks at the run. Prints for each fault: first alarm | parts that are named. Files: results/planted.
+"""
+
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_mcore.algorithms import grpo
+from grpo_mcore.cli.main import main
+from grpo_mcore.cli.train.demo import GRPO, QUICK, VISION, quick_recipe
+from grpo_mcore.driver.run import loop_parts
+from grpo_mcore.environments.math.math_environment import MathEnvironment
+from grpo_mcore.environments.rules.rule_environment import RuleEnvironment
+from grpo_mcore.objective import loss
+from grpo_mcore.parallel.weights import tower
+from grpo_mcore.refit.policy_side.sender import RefitSender
+from grpo_mcore.rollout.trajectory import Trajectory
+from grpo_mcore.step import advantages
+from grpo_mcore.tools.report.run_files import find_run, read_run
+
+OPTIMIZER = "policy.megatron_cfg.optimizer"
+RATES = {GRPO: {"lr": 6e-4, "min_lr": 6e-5}, VISION: {"lr": 1e-3, "min_lr": 3e-4}}
+Plant = Callable[[Path], object]
+"""Changes the code of its process, or the files in a demo's folder."""
+
+
+def changed(owner: Any, name: str, change: Callable[..., Any]) -> Plant:
+    """Plant `change(result, *arguments)` in place of what a function returns."""
+    original = getattr(owner, name)
+    return lambda _: setattr(owner, name, lambda *args, **named: change(original(*args, **named), *args))
+
+
+def rate(factor: float) -> Callable[[str], list[str]]:
+    return lambda recipe: [f"{OPTIMIZER}.{key}={factor * value}" for key, value in RATES[recipe].items()]
+
+
+def rewards(change: Callable[[float], float]) -> Plant:
+    def changed_rewards(outcomes: list[Any], *_: Any) -> list[Any]:
+        return [replace(outcome, reward=change(outcome.reward)) for outcome in outcomes]
+
+    return lambda _: [changed(cls, "advance", changed_rewards)(_) for cls in (MathEnvironment, RuleEnvironment)]
+
+
+def first_weights(folder: Path) -> None:
+    kept = dict[Any, torch.Tensor]()
+    changed(RefitSender, "_values", lambda now, _, it: kept.setdefault((it.param, str(it.box)), now.clone()))(folder)
+
+
+def each_row(change: Callable[[list[dict[str, Any]], int], dict[str, Any]]) -> Plant:
+    """Plant `change(rows, index)` in place of each row of the training data."""
+
+    def write(folder: Path) -> None:
+        file = folder / "task" / "train.jsonl"
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        file.write_text("\n".join(json.dumps(change(rows, index)) for index in range(len(rows))) + "\n")
+
+    return write
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`words`: changes of the recipe; `only`: the demo for which it is a fault."""
+
+    name: str
+    plant: Plant = lambda _: None
+    words: Callable[[str], list[str]] = lambda _: []
+    only: str | None = None
+
+
+FAULTS = [
+    Fault("learning rate x 30", words=rate(30)),
+    Fault("learning rate / 30", words=rate(1 / 30)),
+    Fault("weight decay of 10", words=lambda _: [f"{OPTIMIZER}.weight_decay=10"]),
+    Fault("answers of two tokens", words=lambda _: ["policy.generation.max_new_tokens=2"], only=GRPO),
+    Fault("KL of the wrong sign", changed(loss, "kl_penalty", lambda penalty, *_: -penalty),
+          lambda _: ["loss_fn.reference_policy_kl_penalty=0.5"]),
+    Fault("advantages of the wrong sign", changed(
+          grpo, "compute_targets", lambda it, *_: (replace(it[0], advantages=-it[0].advantages), it[1]))),
+    Fault("groups mixed up", changed(advantages, "_group_ids", lambda of, _: torch.arange(len(of)) % len(of.unique()))),
+    Fault("mask shifted by one", changed(Trajectory, "loss_mask", lambda mask, _: mask.roll(-1))),
+    Fault("last token left out", changed(Trajectory, "loss_mask", lambda mask, _: mask & mask.roll(-1))),
+    Fault("engine keeps its first weights", first_weights),
+    Fault("drawn at temperature 1.5", changed(loop_parts, "sampling_of", lambda it, *_: replace(it, temperature=1.5))),
+    Fault("rewards x 10", rewards(lambda reward: 10 * reward)),
+    Fault("rewards of the wrong sign", rewards(lambda reward: 1 - reward)),
+    Fault("policy sees the negatives", changed(tower, "pixels", lambda it, *_: (-it[0], it[1])), only=VISION),
+    Fault("another chat template", lambda folder: [
+          it.write_text(it.read_text().replace("<assistant>", "<user>")) for it in folder.glob("base/**/*.jinja")]),
+    Fault("answers of other rows", each_row(lambda rows, i: rows[i] | {"output": rows[i - 1]["output"]})),
+    Fault("the same prompts again", each_row(lambda rows, i: rows[i % 8])),
+    Fault("no question", each_row(lambda rows, i: rows[i] | {"input": "="}), only=GRPO),
+    Fault("one image for all", each_row(lambda rows, i: rows[i] | {"image": rows[0]["image"]}), only=VISION),
+]  # fmt: skip
+
+
+def run(folder: Path, words: list[str], plant: Plant = lambda _: None) -> str:
+    """Run a command of grpo-mcore in a process of its own, in a folder. Return what it printed."""
+
+    def child() -> None:
+        os.chdir(folder)
+        sys.stdout, sys.stderr = (Path(name).open("w", encoding="utf-8") for name in ("output.txt", "errors.txt"))
+        plant(next(folder.glob("results/*"), folder))
+        sys.exit(main(words))
+
+    folder.mkdir(parents=True, exist_ok=True)
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+    return (folder / "output.txt").read_text(encoding="utf-8")
+
+
+def study(recipe: str, fault: Fault, clean: Path) -> str:
+    """Return the line of a fault. `clean`: the folder of the demo without one."""
+    demo, folder = QUICK[recipe], clean.parent / fault.name.replace(" ", "-").replace("/", "by")
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(clean, folder, ignore=shutil.ignore_patterns("logs*", "checkpoints", "model", "*.txt"))
+    words = [*quick_recipe(recipe), "logger.alarms.stop_after=1", *fault.words(recipe)]
+    run(folder, ["train", recipe, *words], fault.plant)
+    shutil.copytree(clean / demo / "task", folder / demo / "task", dirs_exist_ok=True)
+    shutil.copytree(clean / demo / "base", folder / demo / "base", dirs_exist_ok=True)
+    summary = read_run(find_run(folder / demo)).summary or {}
+    alarms = [f"{it['kind']} in step {it['step']}" for it in summary.get("alarms", [])]
+    findings = json.loads(run(folder, ["diagnose", str(demo), "--json"]))["findings"]
+    named = ", ".join(dict.fromkeys(it["part"] for it in findings)) or "unknown"
+    return f"{fault.name} | {alarms[0] if alarms else 'not noticed'} | {named}"
+
+
+if __name__ == "__main__":
+    of, *names = sys.argv[1:]
+    without = Path("results/planted").resolve() / of / "clean"
+    if not without.is_dir():
+        run(without, ["demo", "--quick", f"--recipe={of}", "grpo.seed=101"])
+    for it in FAULTS:
+        if it.only in (None, of) and (not names or it.name in names):
+            print(study(of, it, without), flush=True)
