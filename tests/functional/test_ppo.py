@@ -109,26 +109,6 @@ def test_sao_goes_on_from_an_exported_critic(recipe: dict[str, Any], whole: Run,
     assert line["probs_ratio_max"] > 1.01, "the second pass has moved"
 
 
-def test_a_group_of_one_without_a_critic_is_refused(recipe: dict[str, Any], tmp_path: Path) -> None:
-    plain = {key: value for key, value in recipe.items() if key not in ("ppo", "value")}
-    settings = {key: value for key, value in recipe["ppo"].items() if "epochs" not in key and "start" not in key}
-    run = run_here("train", tmp_path, plain | {"grpo": settings})
-    assert_one_message(run, 2, "grpo.num_generations_per_prompt", "a group of 1 has nothing to be compared with")
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("ppo.adv_estimator.gae_gamma=1.5", "ppo.adv_estimator.gae_gamma: must be at most 1, got 1.5"),
-        ("~ppo", "value: is for a run with a critic: add the section ppo, or remove this one"),
-        ("value.train_global_batch_size=8", "value.train_global_batch_size"),
-        ("grpo.adv_estimator.name=rloo", "has no effect with a critic"),
-    ],
-)
-def test_bad_input_is_one_message(recipe: dict[str, Any], tmp_path: Path, word: str, message: str) -> None:
-    assert_one_message(run_here("train", tmp_path, recipe, word), 2, message)
-
-
 def test_a_critic_of_another_vocabulary_is_refused(recipe: dict[str, Any], task: Task, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2}
     make_base_config(tmp_path / "other", task.folder / "tokenizer", **sizes, head_dim=32, max_positions=64)
