@@ -41,6 +41,8 @@ class ArithmeticTask:
     """A folder that AutoTokenizer and vLLM load."""
     levels: Path
     """Prompts of three levels, for a curriculum: {"input": "37+45=", "output": ["82"], "level": "medium"}."""
+    mixed: Path
+    """`train` with a third as many products, which the demo's model never solves: for a critic to tell apart."""
 
 
 def make_arithmetic_task(
@@ -53,8 +55,7 @@ def make_arithmetic_task(
     wrong_share: float = 0.0,
     off_by_one_share: float = 0.6,
 ) -> ArithmeticTask:
-    """Write `train.jsonl`, `val.jsonl`, `sft.jsonl`, `levels.jsonl` and `tokenizer/` into `folder`; `seed` determines
-    their contents.
+    """Write the files of an `ArithmeticTask` into `folder`; `seed` determines their contents.
 
     The problems are all sums 0..`highest` + 0..`highest`, `num_val` of them held out. Demonstrations are wrong in two
     ways. A share `off_by_one_share` is too high by one: above a half, the most likely answer is wrong, and no lower
@@ -76,8 +77,12 @@ def make_arithmetic_task(
         folder / "sft.jsonl",
         folder / "tokenizer",
         folder / "levels.jsonl",
+        folder / "mixed.jsonl",
     )
-    _write(task.train, ({"input": f"{a:02d}+{b:02d}=", "output": str(a + b)} for a, b in seen))
+    sums = [{"input": f"{a:02d}+{b:02d}=", "output": str(a + b)} for a, b in seen]
+    products = [{"input": f"{a:02d}*{b:02d}=", "output": str(a * b)} for a, b in seen[: len(seen) // 3]]
+    _write(task.train, sums)
+    _write(task.mixed, sums + products)
     _write(task.val, ({"input": f"{a:02d}+{b:02d}=", "output": str(a + b)} for a, b in held_out))
     _write(
         task.sft,

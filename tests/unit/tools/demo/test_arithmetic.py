@@ -30,6 +30,9 @@ def test_problems_are_complete_and_held_out_ones_are_not_trained_on(task):
     assert len(rows(task.train)) == len(train) == 9500 and len(rows(task.val)) == len(val) == 500
     assert not train & val and sft == train
     assert all(int(row["output"]) == total(row) for path in (task.train, task.val) for row in rows(path))
+    sums, products = (rows(task.mixed)[part] for part in (slice(9500), slice(9500, None)))
+    assert sums == rows(task.train) and len(products) == 9500 // 3
+    assert all(int(a) * int(b) == int(row["output"]) for row in products for a, b in [row["input"][:-1].split("*")])
 
 
 def test_wrong_share_of_the_demonstrations_have_independent_wrong_digits(tmp_path):
