@@ -16,6 +16,8 @@ from grpo_mcore.recipe.errors import COMMAND_LINE, Problem, RecipeError, in_yaml
 _TAG = "tag:yaml.org,2002:"
 _MERGE = _TAG + "merge"
 OVERRIDE_KEY = "_override_"
+MOST_VALUES = 100_000
+"""Maximum number of values of a file. Ten lines of aliases to aliases can stand for billions."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -121,6 +123,8 @@ def parse_file(path: Path, name: str) -> Node:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise RecipeError([Problem(name, "", f"not UTF-8 text: {error}")], name) from None
+    except OSError as error:
+        raise RecipeError([Problem(name, "", f"cannot be read: {error.strerror}")], name) from None
     return _parse(text, "", lambda line: f"{name}:{line}", name)
 
 
@@ -130,8 +134,12 @@ def parse_text(text: str, key: str, source: str) -> Node:
 
 
 def _parse(text: str, key: str, source_of: Callable[[int], str], name: str) -> Node:
+    conversion = _Conversion(source_of, name)
     try:
         root = yaml.compose(text, Loader=_Loader)
+        node = Node(None, source_of(1), key)
+        if root is not None:
+            node = conversion.convert(root, root.start_mark.line + 1, key)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         reason = ", ".join(part for part in (error.context, error.problem) if part)
@@ -139,10 +147,8 @@ def _parse(text: str, key: str, source_of: Callable[[int], str], name: str) -> N
         raise RecipeError([Problem(source, key, f"not valid YAML: {reason}")], name) from None
     except yaml.YAMLError as error:
         raise RecipeError([Problem(name, key, f"not valid YAML: {error}")], name) from None
-    if root is None:
-        return Node(None, source_of(1), key)
-    conversion = _Conversion(source_of, name)
-    node = conversion.convert(root, root.start_mark.line + 1, key)
+    except RecursionError:
+        raise RecipeError([Problem(name, key, "mappings or lists are nested too deeply")], name) from None
     if conversion.problems:
         raise RecipeError(conversion.problems, name)
     return node
@@ -156,9 +162,16 @@ class _Conversion:
         self._source_of = source_of
         self._name = name
         self._around: list[yaml.Node] = []  # the mappings and lists around the present node
+        self._left = MOST_VALUES
 
     def convert(self, node: yaml.Node, line: int, key: str) -> Node:
         source = self._source_of(line)
+        self._left -= 1
+        if self._left < 0:
+            raise RecipeError(
+                [Problem(source, key, f"more than {MOST_VALUES:,} values, aliases (*name) counted where they stand")],
+                self._name,
+            )
         if isinstance(node, yaml.ScalarNode):
             try:
                 return Node(_scalar(node), source, key)

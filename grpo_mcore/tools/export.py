@@ -11,9 +11,17 @@ from typing import Any
 
 import yaml
 
-from grpo_mcore.base.files import CRITIC
+from grpo_mcore.base.files import (
+    CRITIC,
+    DIGESTS,
+    first_changed,
+    first_missing,
+    newer_format,
+    parse_digests,
+    try_to_read,
+)
 from grpo_mcore.data.datasets.source import is_local
-from grpo_mcore.driver.checkpoints.checkpoint_files import policy_folder, rank_of, saved_recipe
+from grpo_mcore.driver.checkpoints.checkpoint_files import POLICY, policy_folder, rank_of
 from grpo_mcore.driver.run.checks import SetupError, model_folder
 from grpo_mcore.observe import read_metrics
 from grpo_mcore.parallel.weights.export import ExportError, export_adapter, export_merged
@@ -24,7 +32,6 @@ from grpo_mcore.recipe import (
     MasterConfig,
     algorithm_of,
     load_recipe,
-    sections_of_others,
     without_secrets,
 )
 from grpo_mcore.recipe.headline import headline
@@ -67,10 +74,14 @@ def find_checkpoint(path: Path) -> SavedCheckpoint:
         folder = newest
     if not (folder / RECIPE).is_file():
         raise ExportError(f"{folder} has no {RECIPE}, which says what model it holds")
-    info = json.loads((folder / INFO).read_text(encoding="utf-8"))
-    state = info["save_state"]
-    others = sections_of_others(saved_recipe(folder), state.get("algorithm", "grpo"))
-    recipe = load_recipe(str(folder / RECIPE), [f"~{name}" for name in sorted(others)]).config
+    try:
+        info = json.loads((folder / INFO).read_text(encoding="utf-8"))
+        state = {**info["save_state"], "current_step": int(info["save_state"]["current_step"])}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ExportError(f"{folder} is damaged: {INFO} cannot be read; choose another checkpoint") from error
+    if (newer := newer_format("checkpoint", info.get("format"))) is not None:
+        raise ExportError(f"{folder} was {newer}")
+    recipe = load_recipe(str(folder / RECIPE)).config
     log = Path(recipe.logger.log_dir) / state["log_run"] if state.get("log_run") else None
     return SavedCheckpoint(folder, state["current_step"], info["metrics"], recipe, log)
 
@@ -105,6 +116,7 @@ def export(
         if checkpoint.recipe.value is None or not (part / CRITIC).is_dir():
             raise ExportError(f"{checkpoint.folder} has no critic: its run trained none")
         policy, part = checkpoint.recipe.value, part / CRITIC
+    _refuse_damaged(checkpoint.folder)
     name = model or policy.model_name
     try:
         source = Path(model_folder(name))
@@ -129,6 +141,25 @@ def export(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return checkpoint.folder
+
+
+def _refuse_damaged(folder: Path) -> None:
+    """Raise ExportError if the weights of a checkpoint are not those that were saved, by its digests if it has any."""
+    if not (folder / DIGESTS).is_file():
+        return
+
+    def look() -> str | None:
+        files = parse_digests((folder / DIGESTS).read_bytes())
+        read = {name: digest for name, digest in files.items() if name.startswith(POLICY)}
+        sizes = {name: (folder / name).stat().st_size for name in read if (folder / name).is_file()}
+        return first_missing(read, sizes) or first_changed(folder, read)
+
+    try:
+        problem = try_to_read(look)
+    except ValueError as error:  # of the file with the digests
+        problem = str(error)
+    if problem is not None:
+        raise ExportError(f"{folder} is damaged: {problem}; choose another checkpoint")
 
 
 def best_checkpoint(config: CheckpointingConfig) -> Path | None:

@@ -263,8 +263,15 @@ def _lines(
         truth = group.prompt["extra_env_info"].get("ground_truth")
         task = {key: value for key, value in row.items() if key not in _NOT_OF_THE_TASK}
         task |= {} if truth is None else {"expected_answer": truth}
-        trajectory = fetch(sample.ref)
-        yield rollout_line(messages, trajectory, score, task=task, task_index=group.prompt["idx"], **shown)
+        yield rollout_line(
+            messages,
+            fetch(sample.ref),
+            score,
+            tools=row.get("tools"),
+            task=task,
+            task_index=group.prompt["idx"],
+            **shown,
+        )
 
 
 def _as_item(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -302,6 +309,7 @@ def rollout_line(
     trajectory: Trajectory,
     score: Score,
     *,
+    tools: Sequence[Mapping[str, Any]] | None,
     task: Mapping[str, Any],
     task_index: int,
     agent: str,
@@ -309,8 +317,8 @@ def rollout_line(
     model: str,
     token_ids: bool,
 ) -> dict[str, Any]:
-    """Return a sample as NeMo Gym writes it. `messages` are the prompt, `task` the row's fields for the verifier. With
-    `token_ids`, the tokens and log-probs of every turn are included.
+    """Return a sample as NeMo Gym writes it. `messages` and `tools` are the prompt, `task` the row's fields for the
+    verifier. With `token_ids`, the tokens and log-probs of every turn are included.
 
     A sample without a reward gets the fields of a failed rollout: `_ng_failure_class` and the reason. Raises DataError
     for an image in an environment's answer, whose file is not at hand.
@@ -343,7 +351,8 @@ def rollout_line(
         seen += ids
     line = {
         **task,
-        "responses_create_params": {"input": [_as_item(message) for message in messages], **sampling},
+        "responses_create_params": {"input": [_as_item(message) for message in messages], **sampling}
+        | ({"tools": tools} if tools else {}),
         "response": {
             "id": f"resp_{trajectory.name}",
             "object": "response",

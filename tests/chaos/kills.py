@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_mcore.base.processes import descendants
 from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.cluster.ray_worker import RayWorker
 from grpo_mcore.driver.checkpoints import checkpoints
+from tests.functional.runs import shared_files
 from tests.processes_below import named
 
 DRIVER, GCS, RAYLET = "driver", "gcs_server", "raylet"
@@ -28,17 +30,19 @@ class Kill:
     any worker; "rename" is the moment before a
     checkpoint gets its name. `nth`: which such call since the last kill. `steps`: how many steps must have begun to
     train since the last kill, so that the run makes progress; 2, so that one of them has a whole checkpoint. `hangs`:
-    the victim is stopped instead of killed."""
+    the victim is stopped instead of killed. `nameless`: before, the names in /dev/shm that the run's processes use
+    vanish, as systemd-logind removes those of a user who has logged out."""
 
     victim: str
     at: str
     nth: int = 1
     steps: int = 1
     hangs: bool = False
+    nameless: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.victim} {'hangs ' if self.hangs else ''}in {self.at}"
+        return f"{self.victim} {'hangs ' if self.hangs else ''}in {self.at}{' without names' if self.nameless else ''}"
 
 
 class Reaper:
@@ -92,6 +96,11 @@ class Reaper:
         self._steps = self._seen = 0
         with self._log.open("a") as log:
             log.write(kill.name + "\n")
+        if kill.nameless:
+            used = shared_files([os.getpid(), *(process.pid for process in descendants())])
+            assert any("refit" in path.name for path in used)
+            for path in used:
+                path.unlink(missing_ok=True)
         for pid in self._processes(kill.victim):
             os.kill(pid, signal.SIGSTOP if kill.hangs else signal.SIGKILL)
         if kill.victim in (GCS, RAYLET):

@@ -33,6 +33,7 @@ CAMPAIGNS = {
         *(Kill(ENGINE, at, steps=2) for at in ("train", "start_save")),  # noticed in the next refit
     ],
     "engine-hangs": [Kill(ENGINE, at, hangs=True) for at in ("generate_refs", "commit_refit")],
+    "engine-without-names": [Kill(ENGINE, "generate_refs", nameless=True), Kill(ENGINE, "commit_refit")],
     "environment": [Kill(ENVIRONMENT, at) for at in ("generate_refs", "advance", "train", "commit_refit")],
     "policy-in-a-refit": [Kill(POLICY, at, steps=2) for at in ("open_refit", "send_refit", "generate_refs")],
     "policy-in-a-step": [Kill(POLICY, at, steps=2) for at in ("receive", "train", "start_save", "is_saved")],

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,25 @@ def test_a_checkpoint_equals_its_export_and_an_interrupted_evaluation_goes_on(
         (["data.validation=null"], 1, "data.validation is empty"),
     ],
 )
+def test_a_checkpoint_of_another_algorithm_is_evaluated_with_its_own_recipe_unless_it_is_damaged(
+    sft_run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its config.yaml has the sections of all algorithms."""
+    preload()
+    words = ["eval.num_prompts=2", "env={math: {num_workers: 1}}", "policy.generation.max_new_tokens=4"]
+    words += ["policy.generation.vllm_cfg.kv_cache_memory_gb=0.1"]
+    saved = shutil.copytree(sft_run.checkpoints / "step_20", tmp_path / "step_20")
+    assert main(["eval", str(saved), *words, f"eval.save_path={tmp_path / 'good'}"]) == 0, capsys.readouterr().err
+    assert json.loads((tmp_path / "good" / "report.json").read_text())["scores"][0]["num_prompts"] == 2
+    weights = max((saved / "policy").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    assert main(["eval", str(saved), *words, f"eval.save_path={tmp_path / 'bad'}"]) == 1
+    reason = f"step_20 is damaged: policy/{weights.name} is not what was saved (its digest differs)"
+    assert reason in capsys.readouterr().err
+
+
 def test_mistakes_are_one_message(
     task: Task, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], code: int, message: str
 ) -> None:

@@ -38,14 +38,14 @@ def read_json(path: Path, *, parsed: bool = True) -> tuple[Sequence[dict[str, An
     """
     if not path.is_file():
         raise DataError(f"data file not found: {path}" + ("" if path.is_absolute() else f" in {Path.cwd()}"))
-    with _open(path) as file:
+    with open_unpacked(path) as file:
         rows, numbers = _read_list(file, path) if _is_list(file) else _index(file, path, parsed)
     if parsed and not rows:
         raise DataError(f"{path}: the dataset is empty")
     return rows, numbers
 
 
-def _open(path: Path) -> IO[bytes]:
+def open_unpacked(path: Path) -> IO[bytes]:
     """Open the file, decompressed into a temporary file where it is gzip, whatever its name: rows are read by their
     offset."""
     file = path.open("rb")

@@ -5,11 +5,14 @@ disk until they are read.
 """
 
 import csv
+import io
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, time, timedelta
 from decimal import Decimal
+from functools import partial
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
@@ -17,16 +20,21 @@ from uuid import UUID
 
 import numpy as np
 
-from grpo_mcore.data.datasets.jsonl import SUFFIXES, Check, is_json, read_json
-from grpo_mcore.data.datasets.rows import Joined
+from grpo_mcore.data.datasets.jsonl import SUFFIXES, Check, is_json, open_unpacked, read_json
+from grpo_mcore.data.datasets.rows import Joined, Rows
 from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.recipe import nearest
 from grpo_mcore.rollout.datum import field_of
 
 log = logging.getLogger(__name__)
 
-_FILE_TYPES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
+_TABLES = {".parquet": "parquet", ".arrow": "arrow"}
+_TEXT_TABLES = {".csv": "csv", ".tsv": "csv", ".csv.gz": "csv", ".tsv.gz": "csv"}
+_FILE_TYPES = _TABLES | _TEXT_TABLES
 _HUB = "hf://datasets/"
+_OF_A_CARD = ("name", "version", "data_dir", "data_files", "description", "features", "sep", "delimiter")
+"""What a data set's card may say of its text files, which are read by themselves all the same."""
+_PACKED_TEXT = re.compile(r"\.(csv|tsv|jsonl?|ndjson|jsonlines)\.(?!gz$)\w+$")
 _TRIED_ROWS = 1_000
 _REASON = 300  # characters of an error of `datasets`
 
@@ -83,18 +91,19 @@ def open_source(
             raise DataError(f"{path}: split {split!r} is a part of one table, and the pattern is for several files")
         parts = [open_source(file, split=split, download_dir=download_dir, separator=separator) for file in files]
         return joined(parts)
-    if (split is None or split.isidentifier()) and (by_split := _text_files_by_split(Path(path))):
-        files = _choose_split(by_split, split, path)
-        source = joined([open_source(file, download_dir=download_dir, separator=separator) for file in files])
-        return replace(source, numbers=range(len(source.rows)))
     if is_json(name) and is_local(file):
-        if split is not None and not split.isidentifier():
-            raise DataError(f"{path}: split {split!r} is for tables; a JSON file is read whole")
         rows, numbers = read_json(Path(file), parsed=parsed)
-        return Source(rows, numbers, lambda index: f"{path}:{numbers[index]}")
+        return _choose_split(Source(rows, numbers, lambda index: f"{path}:{numbers[index]}"), split, path)
     if Path(file).is_file():
         _refuse_unknown_kind(name)
-    table = _choose_split(_load(file, Path(name).suffix, subset, download_dir, separator), split, path)
+    loaded = _load(file, _suffix(name), subset, download_dir, separator)
+    if isinstance(loaded, dict):
+        splits = {name: part if callable(part) else partial(_table, part, path) for name, part in loaded.items()}
+        return _choose_split(splits, split, path)
+    return _choose_split(_table(loaded, path), split, path)
+
+
+def _table(table: Any, path: str) -> Source:
     if len(table) == 0:
         raise DataError(f"{path}: the dataset is empty")
     return Source(Table(table), range(len(table)), lambda index: f"{path}, row {index}")
@@ -226,8 +235,12 @@ def _fetched(address: str, folder: str | None) -> str:
 
 
 def _refuse_unknown_kind(name: str) -> None:
-    if not is_json(name) and Path(name).suffix not in _FILE_TYPES:
+    if not is_json(name) and _suffix(name) not in _FILE_TYPES:
         raise DataError(f"{name}: unknown kind of file; known are {', '.join((*SUFFIXES, *_FILE_TYPES))}")
+
+
+def _suffix(name: str) -> str:
+    return "".join(Path(name).suffixes[-2:] if name.endswith(".gz") else [Path(name).suffix])
 
 
 def is_local(path: str) -> bool:
@@ -240,24 +253,59 @@ def is_local(path: str) -> bool:
     )
 
 
-def _text_files_by_split(folder: Path) -> dict[str, list[str]]:
-    """Return the files of a folder that has JSON or CSV files alone, by the splits that `datasets` sees in their names.
-    It would guess types: 073 would become 73, NA a null, a date a timestamp. Other folders are left to it: {}."""
-    if not folder.is_dir() or (folder / "README.md").exists() or (folder / "dataset_dict.json").exists():
-        return {}
+def _text_files(
+    path: str, subset: str | None, download_dir: str | None, separator: str | None
+) -> dict[str, Callable[[], Source]]:
+    """Return the splits of a folder, or of a dataset on the hub, that has JSON or CSV files alone, which are read as
+    each by itself: `datasets` would guess types, 073 would become 73, NA a null, a date a timestamp. Return {} for
+    others, and for one whose card has settings of `datasets` for its files."""
+    from datasets import load_dataset_builder
     from datasets.data_files import DataFilesDict, get_data_patterns
+    from datasets.packaged_modules.csv.csv import CsvConfig
+    from datasets.packaged_modules.json.json import JsonConfig
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    try:
-        files = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
-    except FileNotFoundError:  # it has no file of data
+    folder, fetch = Path(path), partial(snapshot_download, path, repo_type="dataset", cache_dir=download_dir)
+    on_hub = not folder.is_dir()
+    if on_hub and constants.HF_HUB_OFFLINE:
+        try:
+            folder, on_hub = Path(fetch()), False
+        except LocalEntryNotFoundError:  # `datasets` may have it in its own cache
+            return {}
+    if on_hub or subset or (folder / "README.md").exists():
+        config = load_dataset_builder(path if on_hub else str(folder), subset, cache_dir=download_dir).config
+        separator = separator or getattr(config, "sep", None)
+        files: Any = getattr(config, "data_files", None)
+        if not isinstance(config, CsvConfig | JsonConfig) or config != type(config)(
+            **{name: getattr(config, name) for name in _OF_A_CARD if hasattr(config, name)}
+        ):
+            return {}
+    else:
+        try:
+            files = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
+        except FileNotFoundError:  # it has no file of data
+            return {}
+    names = [name for of_split in files.values() for name in of_split]
+    if packed := [name for name in names if _PACKED_TEXT.search(name)]:
+        raise DataError(f"{packed[0]}: not read in this form, in which types would be guessed; unpack it, or use gzip")
+    if not all(name.endswith((*SUFFIXES, *_TEXT_TABLES)) for name in names):
         return {}
-    names = [name.lower() for of_split in files.values() for name in of_split]
-    by_split = {str(split): list(of_split) for split, of_split in files.items()}
-    return by_split if all(name.endswith((*SUFFIXES, ".csv", ".tsv")) for name in names) else {}
+    if on_hub:
+        inside = {name: name.partition("@")[2].partition("/")[2] for name in names}  # hf://datasets/NAME@COMMIT/FILE
+        folder = Path(fetch(allow_patterns=["README.md", *inside.values()]))
+        files = {split: [str(folder / inside[name]) for name in of_split] for split, of_split in files.items()}
+
+    def opened(of_split: Sequence[str]) -> Source:
+        source = joined([open_source(file, download_dir=download_dir, separator=separator) for file in of_split])
+        return replace(source, numbers=range(len(source.rows)))
+
+    return {str(split): partial(opened, of_split) for split, of_split in files.items()}
 
 
 def _load(path: str, suffix: str, subset: str | None, download_dir: str | None, separator: str | None) -> Any:
-    """Load a `datasets.Dataset`, or several by the names of their splits. `suffix` says what kind of file it is.
+    """Load a `datasets.Dataset`, or several by the names of their splits; of text files, functions that open each
+    split. `suffix` says what kind of file it is.
 
     Raises DataError where there is no such file or dataset.
     """
@@ -270,9 +318,13 @@ def _load(path: str, suffix: str, subset: str | None, download_dir: str | None, 
             return datasets.load_from_disk(path)
         if Path(path).is_file():
             kind = _FILE_TYPES[suffix]
-            options = _csv_options(path, separator or ("\t" if suffix == ".tsv" else ",")) if kind == "csv" else {}
+            options = (
+                _csv_options(path, separator or ("\t" if suffix.startswith(".tsv") else ",")) if kind == "csv" else {}
+            )
             return datasets.load_dataset(kind, data_files=path, cache_dir=download_dir, **options)["train"]
-        return datasets.load_dataset(path, subset, cache_dir=download_dir)
+        return _text_files(path, subset, download_dir, separator) or datasets.load_dataset(
+            path, subset, cache_dir=download_dir
+        )
     except DataError:
         raise
     except Exception as error:
@@ -293,7 +345,7 @@ def _csv_options(path: str, separator: str) -> dict[str, Any]:
     the first cells for an index, and shift all others."""
     from datasets import Features, Value
 
-    with Path(path).open(encoding="utf-8-sig", newline="") as file:
+    with open_unpacked(Path(path)) as unpacked, io.TextIOWrapper(unpacked, encoding="utf-8-sig", newline="") as file:
         lines = csv.reader(file, delimiter=separator)
         names = next(lines, [])
         try:
@@ -311,23 +363,32 @@ def _csv_options(path: str, separator: str) -> dict[str, Any]:
     return {"sep": separator, "features": text, "keep_default_na": False, "na_values": [""], "encoding": "utf-8-sig"}
 
 
-def _choose_split(loaded: Any, split: str | None, path: str) -> Any:
+def _choose_split(loaded: Source | Mapping[str, Callable[[], Source]], split: str | None, path: str) -> Source:
     """Return the rows of a split, or of a part of one such as `train[:5%]`. None takes the only split, or "train" where
-    there are several; a table without splits is whichever is asked for."""
-    import datasets
-
-    splits = loaded if isinstance(loaded, dict) else {(split or "train").partition("[")[0]: loaded}
+    there are several; a file without splits is whichever is asked for."""
+    splits = {(split or "train").partition("[")[0]: lambda: loaded} if isinstance(loaded, Source) else loaded
     if split is None and len(splits) > 1 and "train" in splits:
         log.info("%s: the split train is read, of %s; `split` names another", path, ", ".join(splits))
     name = split or (next(iter(splits)) if len(splits) == 1 else "train")
     if name in splits:
-        return splits[name]
-    sizes = {key: len(rows) for key, rows in splits.items()}
+        return splits[name]()
+    from datasets import ReadInstruction
+
+    hint = f"; nearest: {near}" if (near := nearest(name, splits)) else ""
+    unknown = f"{path}: no split {name!r}; set split to one of {sorted(splits)}{hint}"
+    if name.isidentifier():
+        raise DataError(unknown)
+    opened = {key: open_split() for key, open_split in splits.items()}
     try:
-        instructions = datasets.ReadInstruction.from_spec(name).to_absolute(sizes)
+        parts = ReadInstruction.from_spec(name).to_absolute({key: len(source.rows) for key, source in opened.items()})
     except (ValueError, AssertionError) as error:
-        near = nearest(name, splits)
-        hint = f"; nearest: {near}" if near else ""
-        raise DataError(f"{path}: no split {name!r}; set split to one of {sorted(splits)}{hint}") from error
-    parts = [splits[part.splitname].select(range(part.from_, part.to)) for part in instructions]
-    return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+        raise DataError(unknown) from error
+    return joined([_part(opened[part.splitname], range(part.from_, part.to)) for part in parts])
+
+
+def _part(source: Source, indices: range) -> Source:
+    """Return some rows of a source, renumbered. Raises DataError for none."""
+    if not indices:
+        raise DataError(f"{source.name_of(0)}: the part of the split has no row")
+    rows = Rows(source.rows, lambda row, _: row, indices)
+    return Source(rows, range(len(rows)), lambda index: source.name_of(indices[index]))

@@ -55,6 +55,7 @@ def without_nemo_rl_keys(tree: Node, problems: list[Problem], notes: list[Proble
         _replace_value(tree, path, entry, notes)
     _split_tokens_of_experts(tree, notes)
     _without_truncation(tree, notes)
+    _batched_by_length(tree, notes)
     for path, entry in tables["refused_values"].items():
         for section, name in _places(tree, path):
             if section.value[name].plain() in entry["values"]:
@@ -84,11 +85,14 @@ def _note(notes: list[Problem], node: Node, message: str) -> None:
         notes.append(node.problem(message))
 
 
-def _move(tree: Node, path: str, entry: dict[str, str], problems: list[Problem], notes: list[Problem]) -> None:
-    """Move the value at `path` to the key `entry["to"]`. It keeps its place and its written name for messages."""
+def _move(tree: Node, path: str, entry: dict[str, Any], problems: list[Problem], notes: list[Problem]) -> None:
+    """Move the value at `path`, in units of `entry["unit"]`, to the key `entry["to"]`. It keeps its place and its
+    written name for messages."""
     *sections, name = entry["to"].split(".")
     for section, old in _places(tree, path):
         node, present = section.value.pop(old), tree.find(entry["to"])
+        if "unit" in entry and isinstance(node.value, int | float):
+            node = node.having(node.value / entry["unit"])
         if present is not None and present.is_list and node.is_mapping:  # names of variables, without their values
             names = [child for child in present.value if isinstance(child.value, str)]
             present = present.having({child.value: child.having(None) for child in names})
@@ -145,6 +149,16 @@ def _without_truncation(tree: Node, notes: list[Problem]) -> None:
     for end in ("type", "ratio_min"):
         for section, name in _places(tree, f"loss_fn.truncated_importance_sampling_{end}"):
             _note(notes, section.value.pop(name), "dropped: truncated_importance_sampling_ratio is null")
+
+
+def _batched_by_length(tree: Node, notes: list[Problem]) -> None:
+    """Turn the packing off that a recipe with dynamic batching does not ask for: NeMo RL packs only on request."""
+    dynamic = tree.find("policy.dynamic_batching.enabled")
+    if dynamic is not None and dynamic.value is True and tree.find("policy.sequence_packing.enabled") is None:
+        policy = tree.value["policy"]
+        packing = policy.value.setdefault("sequence_packing", dynamic.having({}))
+        packing.value = {**(packing.value or {}), "enabled": dynamic.having(False)}
+        notes.append(dynamic.problem("used with policy.sequence_packing.enabled: false"))
 
 
 def _instead(table: str, entry: Any, value: Any) -> str | None:

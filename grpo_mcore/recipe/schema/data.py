@@ -16,12 +16,12 @@ from grpo_mcore.recipe.schema.section import (
     Fixed,
     ImportPath,
     NameOrCode,
-    NonNegative,
     NonNegativeFloat,
     OffWhenNull,
     Positive,
     Probability,
     Section,
+    Seed,
 )
 
 # Datasets that are read from `data_path`. Any other name is a dataset of its own.
@@ -148,7 +148,7 @@ class DatasetEntry(Section):
     """Entry of `env` that scores this dataset. null: the only entry."""
     split_validation_size: NonNegativeFloat = 0.0
     """Part of the training data that becomes validation data: a share if below 1, otherwise a number of rows."""
-    seed: NonNegative = 42
+    seed: Seed = 42
     """Seed of the split by split_validation_size and of a generated dataset."""
     dataset_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Options of a generated dataset, such as SlidingPuzzle, or of a dataset class. Of Verifiers: `taskset`, options

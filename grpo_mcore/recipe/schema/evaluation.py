@@ -6,12 +6,12 @@ from typing import Any, Literal
 from pydantic import Field
 
 from grpo_mcore.recipe.schema.section import (
-    NonNegative,
     NonNegativeFloat,
     Positive,
     PositiveFloat,
     Probability,
     Section,
+    Seed,
 )
 
 
@@ -26,7 +26,7 @@ class EvalConfig(Section):
     """Number k of the metric: at most the samples of a prompt."""
     num_tests_per_prompt: Positive = 1
     """Number of samples of one prompt with one seed."""
-    seed: NonNegative = 42
+    seed: Seed = 42
     """Seed of sampling, together with prompt and generation index."""
     num_seeds: Positive = 1
     """Number of repetitions of all samples, with the seeds seed, seed + 1, ..."""
@@ -72,5 +72,5 @@ class RehearseConfig(Section):
     """Seconds in which the ranks write a checkpoint. null: at 1 GB/s for each node."""
     start_seconds: NonNegativeFloat = 120.0
     """Seconds that policy and engines need to start."""
-    seed: NonNegative = 0
+    seed: Seed = 0
     """Seed of all draws."""

@@ -12,6 +12,7 @@ from grpo_mcore.recipe.schema.section import (
     Positive,
     PositiveFloat,
     Section,
+    Seed,
 )
 
 PreferenceLoss = Literal["dpo", "ipo", "simpo"]
@@ -34,7 +35,7 @@ class FineTuningConfig(Section):
     """Validate before the first step."""
     val_at_end: bool = False
     """Validate after the last step."""
-    seed: Fixed[NonNegative] = 42
+    seed: Fixed[Seed] = 42
     """Seed of the data order."""
 
 

@@ -18,6 +18,7 @@ from grpo_mcore.recipe.schema.section import (
     PositiveFloat,
     Probability,
     Section,
+    Seed,
 )
 
 PolicyTermName = Literal[
@@ -326,7 +327,7 @@ class GRPOConfig(Section):
     skip_reference_policy_logprobs_calculation: bool = False
     """State that no reference log-probs are computed. Needs loss_fn.reference_policy_kl_penalty: 0, which skips them
     anyway."""
-    seed: Fixed[NonNegative] = 42
+    seed: Fixed[Seed] = 42
     """Seed of the data order and, together with step, prompt and generation index, of sampling."""
     overlong_filtering: bool = False
     """Leave truncated samples out of the loss."""

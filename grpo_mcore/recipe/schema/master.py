@@ -93,9 +93,10 @@ def algorithm_of(config: RecipeSections) -> Algorithm:
     return next((name for name in algorithms if name in config.model_fields_set), "grpo")
 
 
-def sections_of_others(recipe: Mapping[str, Any], algorithm: str) -> set[str]:
-    """Return the sections of a recorded recipe, which has all, that would make it one of another algorithm."""
-    return recipe.keys() & {"grpo", *FINE_TUNING} - {algorithm}
+def sections_of_others(recipe: Mapping[str, Any], algorithm: str | None) -> set[str]:
+    """Return the sections of a recorded recipe, which has all, that would make it one of another algorithm than that of
+    its run. None: it is no record."""
+    return recipe.keys() & {"grpo", *FINE_TUNING} - {algorithm} if algorithm else set()
 
 
 def runs_grpo(config: RecipeSections) -> bool:

@@ -21,6 +21,7 @@ from grpo_mcore.recipe.errors import nearest_hint
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what every generator of random numbers takes
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, le=1)]

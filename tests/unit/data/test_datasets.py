@@ -502,7 +502,7 @@ def test_text_that_is_not_utf8_is_an_error(tmp_path):
         ({"dataset_name": "DeepScale"}, "dataset_name 'DeepScale' is not known; nearest: DeepScaler; known are "),
         ({"dataset_name": "BinaryPreferenceDataset"}, "pairs of answers are for DPO and Bradley-Terry reward models"),
         ({"input_key": "inputs"}, r"a\.jsonl:1: no 'inputs' in it; it has \['input', 'output'\]; nearest: 'input'"),
-        ({"split": "train[:2]"}, r"a\.jsonl: split 'train\[:2\]' is for tables; a JSON file is read whole"),
+        ({"split": "train[:0]"}, r"a\.jsonl:1: the part of the split has no row"),
         ({"dataset_name": "no_such.module:Data"}, "cannot import the dataset_name 'no_such.module:Data'"),
         ({"processor": "math"}, r"unknown processor 'math': known are \['chat_data_processor', 'default', "),
         ({"split_validation_size": 0.01}, "split_validation_size 0.01 takes 0 of 4 rows"),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import datasets as hf
@@ -213,6 +214,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> None:
         return hf.DatasetDict({split: hf.Dataset.from_list(rows) for split, rows in HUB[path, subset].items()})
 
     monkeypatch.setattr(hf, "load_dataset", load_dataset)
+    monkeypatch.setattr(hf, "load_dataset_builder", lambda *_, **__: SimpleNamespace(config=None))  # no text files
 
 
 def rows_of(name: str, **entry: Any) -> list[dict[str, Any]]:

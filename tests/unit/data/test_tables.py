@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import date, datetime, timedelta
 from decimal import Decimal
@@ -16,6 +20,9 @@ import pytest
 from grpo_mcore.cli.main import main
 from grpo_mcore.data import DataError, build_task_data, load_preference_dataset, load_response_dataset
 from grpo_mcore.data.check import check_file
+from grpo_mcore.recipe import DatasetEntry
+from tests.checkout import ROOT
+from tests.hub_server import hub
 from tests.unit.data.conftest import sums
 
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
@@ -86,6 +93,7 @@ CELLS = [("1+1=", "2", "NA"), ("007", "0.50", "None"), ('a,"b"\r\nc', "null", No
         ("a.csv", CSV.replace(b",", b";").replace(b"a;", b"a,"), {"separator": ";"}),
         ("a.tsv", CSV.replace(b",", b"\t").replace(b"a\t", b"a,"), {}),
         ("a.tsv", CSV.replace(b",", b"|").replace(b"a|", b"a,"), {"separator": "|"}),
+        ("a.csv.gz", gzip.compress(CSV), {}),
     ],
 )
 def test_cells_of_csv_files_are_the_text_that_they_hold(
@@ -104,8 +112,65 @@ def test_text_files_of_a_folder_are_read_as_each_by_itself(
     (tmp_path / "f" / "test.jsonl").write_text('{"input": "When?", "output": "2024-01-02"}')
     assert [(row["messages"][0]["content"], row["messages"][1]["content"], row["note"]) for row in read(entry)] == CELLS
     assert [row["messages"][1]["content"] for row in read({**entry, "split": "test"})] == ["2024-01-02"]
+    assert [row["note"] for row in read({**entry, "split": "train[1:2]"})] == ["None"]
+    (tmp_path / "f" / "more_test.jsonl.zst").touch()
+    with pytest.raises(DataError, match="more_test.jsonl.zst: not read in this form, in which types would be guessed"):
+        read(entry)
+    (tmp_path / "f" / "more_test.jsonl.zst").unlink()
     with pytest.raises(DataError, match="no split 'tset'; set split to one of .'test', 'train'.; nearest: test"):
         read({**entry, "split": "tset"})
+
+
+CARD = """---
+configs:
+- config_name: default
+  sep: ";"
+  data_files: [{split: train, path: train.csv}, {split: test, path: test.csv}]
+---
+"""
+PARTS = {"train": CELLS, "test": [("When?", "2024-01-02", "1e5")], "train[1:]": CELLS[1:]}
+PARTS |= {"train[:34%]+test": [*CELLS[:1], *PARTS["test"]]}
+
+
+def cells(path: str, split: str | None) -> list[tuple[str, str, str]]:
+    entry = DatasetEntry(data_path=path, split=split)
+    return [
+        (row["messages"][0]["content"], row["messages"][1]["content"], row["note"])
+        for row in load_response_dataset(entry).dataset
+    ]
+
+
+@pytest.fixture
+def with_card(tmp_path: Path) -> Path:
+    """Return the folder of a data set whose card names its splits and the separator of its tables."""
+    folder = tmp_path / "carded"
+    folder.mkdir()
+    (folder / "README.md").write_text(CARD)
+    (folder / "train.csv").write_bytes(CSV.replace(b",", b";").replace(b"a;", b"a,"))
+    (folder / "test.csv").write_text("input;output;note\nWhen?;2024-01-02;1e5\n")
+    return folder
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize("split", PARTS)
+def test_text_files_of_a_folder_with_a_card_are_read_as_each_by_itself(with_card: Path, split: str) -> None:
+    assert cells(str(with_card), split) == PARTS[split]
+
+
+def test_text_files_on_the_hub_are_read_as_each_by_itself(with_card: Path, tmp_path: Path) -> None:
+    """With the hub, and then with its cache alone."""
+    code = f"from {__name__} import *; print(json.dumps([cells('own/rows', part) for part in PARTS]))"
+    right = json.loads(json.dumps(list(PARTS.values())))
+    with hub({"datasets/own/rows": with_card}) as address:
+        for offline in "01":
+            keys = {"HF_ENDPOINT": address if offline == "0" else "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hf")}
+            keys |= {"HF_HUB_OFFLINE": offline, "HF_DATASETS_OFFLINE": offline, "PYTHONPATH": str(ROOT)}
+            words = [sys.executable, "-c", code]
+            done = subprocess.run(
+                words, env=os.environ | keys, capture_output=True, text=True, timeout=600, check=False
+            )
+            assert done.returncode == 0, done.stderr
+            assert json.loads(done.stdout) == right
 
 
 def test_a_csv_file_as_the_check_sees_it(table: Callable[..., dict[str, Any]], capsys: Any) -> None:

@@ -87,6 +87,16 @@ def test_a_file_that_is_not_text(tmp_path) -> None:
         parse_file(file, "r.yaml")
 
 
+def test_a_file_that_no_reader_survives_is_refused(write, tmp_path) -> None:
+    bomb = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9))
+    with pytest.raises(RecipeError, match=r"more than 100,000 values, aliases \(\*name\) counted where they stand"):
+        parse_file(write(bomb), "r.yaml")
+    with pytest.raises(RecipeError, match="mappings or lists are nested too deeply"):
+        parse_file(write("[" * 3000), "r.yaml")
+    with pytest.raises(RecipeError, match="r.yaml: cannot be read: Is a directory"):
+        parse_file(tmp_path, "r.yaml")
+
+
 def test_keys_are_words_and_override_is_a_switch(write) -> None:
     with pytest.raises(RecipeError, match=r"r.yaml:1: a: a key must be a single word"):
         parse_file(write("a: {[b]: 1}\n"), "r.yaml")

@@ -69,6 +69,14 @@ def test_the_command_says_what_is_wrong_and_writes_nothing(tmp_path: Path, capsy
         assert not (tmp_path / "out").exists()
     with pytest.raises(SystemExit, match="2"):
         main(["export", str(tmp_path)])
+    (tmp_path / "step_2" / "config.yaml").touch()
+    for info, message in (
+        ("{", "step_2 is damaged: training_info.json cannot be read"),
+        ('{"save_state": {"current_step": 2}, "format": 99}', "by a newer version of grpo_mcore"),
+    ):
+        (tmp_path / "step_2" / "training_info.json").write_text(info)
+        assert main(["export", str(tmp_path), "--output", str(tmp_path / "out")]) == 1
+        assert message in capsys.readouterr().err
 
 
 def test_a_run_whose_critic_was_off_has_none_to_export(tmp_path: Path) -> None:

@@ -27,23 +27,26 @@ def test_a_text_that_is_no_unicode_does_not_cost_all_rollouts() -> None:
     assert json.loads(line)["response"]["output"] == [{"output": "cut \ufffd"}] and collected.rows == 1
 
 
-def test_images_of_a_prompt_are_data_urls_and_an_environments_are_refused() -> None:
+def test_tools_of_a_prompt_are_kept_images_are_data_urls_and_an_environments_are_refused() -> None:
     image, said = (
         ImageSpan(1, 2, "cat", (1, 2, 4)),
         Turn("assistant", torch.tensor([9]), torch.tensor([-0.5]), True, "cat"),
     )
     prompt = Turn("user", torch.tensor([4, 6, 6, 5]), images=(image,))
     parts = [{"type": "image", "image": b"bytes of a cat"}, {"type": "text", "text": "which?"}]
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
     more: Any = {"task": {}, "task_index": 0, "agent": "a", "sampling": {}, "model": "m", "token_ids": True}
     score, end = Score(1.0, None, "", 0.0), (((1, 0, 5),), "stop", False)
 
     def line(*turns: Turn) -> Any:
-        return rollout_line([{"role": "user", "content": parts}], Trajectory("p", 0, turns, *end), score, **more)
+        return rollout_line(
+            [{"role": "user", "content": parts}], Trajectory("p", 0, turns, *end), score, tools=tools, **more
+        )
 
     written = json.loads(json.dumps(line(prompt, said)))
     TypeAdapter(EasyInputMessageParam).validate_python(written["responses_create_params"]["input"][0])
-    (question,) = gym_task(written)["messages"]
-    assert question["content"] == parts
+    task = gym_task(written)
+    assert [message["content"] for message in task["messages"]] == [parts] and task["tools"] == tools
     first = content_number("cat")
     assert written["response"]["output"][0]["prompt_token_ids"] == [4, first, first - 1, 5]
     with pytest.raises(DataError, match="p#0: images in an environment's answers cannot be collected yet"):
