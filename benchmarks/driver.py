@@ -21,7 +21,6 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -93,9 +92,6 @@ class InstantEnvironment:
 
     def __init__(self, world: World) -> None:
         self.world = world
-
-    def together(self) -> AbstractContextManager[object]:
-        return nullcontext()
 
     def call(self, method: str, metadata: Any, *turns: int, timeout_s: float, purpose: str) -> Answer:
         answer = self.world.answer_of(turns)

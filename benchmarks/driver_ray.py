@@ -1,5 +1,5 @@
-"""The driver under real Ray: processor time of a round of worker calls, of the calls of an environment one by one and
-together, and of a sample; and its memory of a sample.
+"""The driver under real Ray: processor time of a round of worker calls, of the calls of an environment, and of a
+sample; and its memory of a sample.
 
 Engines and environment answer at once, so samples come in batches of an engine's step. Processor time is that of the
 driver's whole process, Ray's own threads included; that of a round, and of a sample, is the least of three passes. The
@@ -20,7 +20,6 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,14 +69,13 @@ class Environment:
         return time.process_time()
 
 
-def us_a_call(cluster: RayCluster, worker: Worker, calls: int, rounds: int, *, together: bool) -> dict[str, float]:
+def us_a_call(cluster: RayCluster, worker: Worker, calls: int, rounds: int) -> dict[str, float]:
     """Return the microseconds of processor time of the driver and of the worker that one of `calls` calls takes, which
     start at one time."""
     theirs = remote_call(worker, Environment.processor_seconds)
     before, began = theirs().result(), time.process_time()
     for _ in range(rounds):
-        with worker.together() if together else nullcontext():
-            pending = [remote_call(worker, Environment.advance)([{}], number) for number in range(calls)]
+        pending = [remote_call(worker, Environment.advance)([{}], number) for number in range(calls)]
         gather(cluster, pending, timeout_s=60.0, purpose="the calls")
     seconds = {"driver": time.process_time() - began, "worker": theirs().result() - before}
     return {name: round(value / calls / rounds * 1e6, 1) for name, value in seconds.items()}
@@ -130,10 +128,8 @@ def main() -> None:
         show({"what": "rounds", "us_a_call": rounded, "exponent": round(exponent(options.rounds, costs), 3)})
 
         crowd = cluster.spawn("crowd", Environment, cpus=0.1, concurrency=CROWD)
-        us_a_call(cluster, crowd, CROWD, 5, together=True)  # its threads start
-        for together in (False, True):
-            us = us_a_call(cluster, crowd, CROWD, 50, together=together)
-            show({"what": "calls", "together": together, "at_a_time": CROWD, "us_a_call": us})
+        us_a_call(cluster, crowd, CROWD, 5)  # its threads start
+        show({"what": "calls", "at_a_time": CROWD, "us_a_call": us_a_call(cluster, crowd, CROWD, 50)})
 
         def rollouts(together: int) -> Rollouts:
             engines = [

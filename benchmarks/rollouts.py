@@ -20,7 +20,6 @@ import json
 import random
 import statistics
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -173,9 +172,6 @@ class Environment:
 
     def __init__(self, world: World) -> None:
         self.world = world
-
-    def together(self) -> AbstractContextManager[object]:
-        return nullcontext()
 
     def call(self, method: str, metadata: Any, *turns: int, timeout_s: float, purpose: str) -> Answer:
         answer = self.world.answer_of(turns)

@@ -51,11 +51,10 @@ def calls_run_in_order_on_one_object(cluster: Cluster, name: str) -> None:
     assert answers[0].whom == name and answers[0].purpose == "add" and worker.place().node
 
 
-def calls_made_together_are_answered_one_by_one(cluster: Cluster, name: str) -> None:
+def calls_at_a_time_are_answered_one_by_one(cluster: Cluster, name: str) -> None:
     worker = cluster.spawn(name, Abacus, 10, cpus=0.01, concurrency=2)
-    with worker.together():
-        answers = [remote_call(worker, Abacus.length)([0] * size) for size in (1, 2)]
-        failed = remote_call(worker, Abacus.fail, purpose="counting")()
+    answers = [remote_call(worker, Abacus.length)([0] * size) for size in (1, 2)]
+    failed = remote_call(worker, Abacus.fail, purpose="counting")()
     assert [answer.result() for answer in answers] == [1, 2] and answers[0].purpose == "length"
     with pytest.raises(WorkerFailed, match=f"{name}: counting failed: ValueError: beads are gone") as caught:
         failed.result()
@@ -121,7 +120,7 @@ def a_stopped_worker_frees_its_name(cluster: Cluster, name: str) -> None:
 
 CONTRACT = [
     calls_run_in_order_on_one_object,
-    calls_made_together_are_answered_one_by_one,
+    calls_at_a_time_are_answered_one_by_one,
     an_error_waits_for_result_and_has_its_cause,
     a_method_that_exits_is_an_error,
     a_stream_gives_its_items_before_its_error,

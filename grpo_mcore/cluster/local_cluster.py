@@ -5,7 +5,6 @@ No threads and no deadlines: a call runs when it is made, a stream when its item
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +88,6 @@ class LocalWorker:
         self, method: str, *args: Any, timeout_s: float | None = None, purpose: str | None = None
     ) -> LocalStream:
         return LocalStream(self.name, purpose or method, lambda: getattr(self.target, method)(*args))
-
-    def together(self) -> AbstractContextManager[object]:
-        return nullcontext()
 
 
 class LocalStore:

@@ -16,10 +16,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, TextIO, cast
 
 from grpo_mcore.base.imports import no_exit
@@ -30,7 +28,7 @@ from grpo_mcore.observe.console.console_stream import UnfailingStream
 from grpo_mcore.rollout.workers import Parcel, Place, Rendezvous
 
 in_stream = threading.local()
-"""`in_stream.now` is True while this thread runs a worker's generator, or a call whose answer travels in a stream."""
+"""`in_stream.now` is True while this thread runs a worker's generator."""
 
 Asked = tuple[str, list[Any], Mapping[int, tuple[int, int | None]]]
 """A call: the method's name, its arguments, and which of them are objects of the store: place -> (object among those
@@ -141,17 +139,13 @@ class WorkerActor:
         env: Mapping[str, str],
         gpus: float,
         umask: int,
-        concurrency: int,
     ) -> None:
-        """`umask`: the driver's, in place of Ray's: what a worker writes for the user has the user's permissions.
-        `concurrency`: maximum number of calls that run at a time."""
+        """`umask`: the driver's, in place of Ray's: what a worker writes for the user has the user's permissions."""
         os.umask(umask)
         self._name, self._log = name, log
         self._target: Any = None
         self._failure: str | None = None
         self._built = threading.Event()
-        self._room = threading.BoundedSemaphore(concurrency)
-        self._threads = ThreadPoolExecutor(concurrency, "call", _mark_stream)  # of calls that came together
         _set_environment(extra_allowed, env, gpus)
         search_last(os.getcwd())
         # For inspections, where no thread can answer. Before it prints to its log, by which it is known as a worker.
@@ -214,38 +208,10 @@ class WorkerActor:
         for position, (number, index) in references.items():
             args[position] = wholes[number] if index is None else entry(wholes[number], index)
         try:
-            with self._room, no_exit("it"):
+            with no_exit("it"):
                 return getattr(target, method)(*args)
         except Exception as error:
             raise RemoteFailure.of(error) from None
-
-    def calls(self, requests: Sequence[Asked], *wholes: Any) -> Iterator[dict[int, bytes]]:
-        """Make several calls at the same time. Yield {number of the call: its answer, or RemoteFailure, pickled} of
-        those that have ended, as many as there are. `wholes`: the objects that any of them needs."""
-        self._wait_for_target()
-        ended: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
-        for number, request in enumerate(requests):
-            self._threads.submit(self._answer, ended, number, request, wholes)
-        left = len(requests)
-        while left:
-            answers = dict([ended.get()])
-            while not ended.empty():
-                answers |= [ended.get()]
-            left -= len(answers)
-            yield answers
-
-    def _answer(
-        self, ended: SimpleQueue[tuple[int, bytes]], number: int, request: Asked, wholes: Sequence[Any]
-    ) -> None:
-        import ray
-
-        try:
-            answer = ray.cloudpickle.dumps(self.call(request, *wholes))
-        except RemoteFailure as failure:
-            answer = pickle.dumps(failure)
-        except Exception as error:  # it cannot be pickled
-            answer = pickle.dumps(RemoteFailure.of(error))
-        ended.put((number, answer))
 
     def stream(self, method: str, *args: Any) -> Iterator[Any]:
         """Send each item as `sent` says."""
@@ -270,10 +236,6 @@ class WorkerActor:
             cause = f"its constructor failed before: {self._failure}"
             raise RemoteFailure(cause, "", None)
         return self._target
-
-
-def _mark_stream() -> None:
-    in_stream.now = True
 
 
 def _set_environment(extra_allowed: Sequence[str], env: Mapping[str, str], gpus: float) -> None:

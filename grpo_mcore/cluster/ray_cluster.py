@@ -148,35 +148,33 @@ class RayCluster(Cluster):
     def wait(
         self, things: Sequence[T], timeout_s: float, purpose: str, watch: Callable[[], None], patient: bool
     ) -> Sequence[T]:
-        # Calls of objects of this process have run already, and some answers come with those of other calls.
-        if over := [thing for thing in things if isinstance(thing, LocalFuture) or cast("RayFuture", thing).answered]:
+        if over := [thing for thing in things if isinstance(thing, LocalFuture)]:  # of this process: it has run already
             return over
-        calls = cast("Sequence[RayFuture | RayStream]", things)
-        arrived: list[RayFuture | RayStream] = []
+        calls = {call.handle: call for call in cast("Sequence[RayFuture | RayStream]", things)}
+        ready: list[Any] = []
         if not patient:
             time.sleep(min(max(self._returned_at + GATHER_S - time.monotonic(), 0.0), timeout_s))
         deadline = time.monotonic() + timeout_s
-        while not arrived:
+        while not ready:
             watch()
             self.watch()
-            self._inspect_late(calls)
+            self._inspect_late(calls.values())
             left_s = max(deadline - time.monotonic(), 0.0)
-            handles = list({call.handle: None for call in calls})
-            fewest = len(handles) if patient else 1
-            ready, _ = ray.wait(handles, num_returns=fewest, timeout=min(left_s, WATCH_S), fetch_local=False)
+            fewest = len(calls) if patient else 1
+            ready, _ = ray.wait(list(calls), num_returns=fewest, timeout=min(left_s, WATCH_S), fetch_local=False)
             if ready and not patient:  # a look at all of them costs little more than each further wait
-                ready, _ = ray.wait(handles, num_returns=len(handles), timeout=0, fetch_local=False)
-            here_now = set(ready)
-            arrived = [call for call in calls if call.handle in here_now and call.arrives()]
+                ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=0, fetch_local=False)
             if not ready and left_s <= WATCH_S:
                 break
-        if not arrived:
-            workers = list({call.whom: call.worker for call in calls}.values())
+        if not ready:
+            workers = list({call.whom: call.worker for call in calls.values()}.values())
             names = ", ".join(worker.name for worker in workers)
             states = "\n".join(worker.state() for worker in workers[:4])
             raise DeadlineExceeded(purpose, names, timeout_s, states)
         self._returned_at = time.monotonic()
-        return cast("list[T]", arrived)
+        for handle in ready:
+            calls[handle].seen = True
+        return cast("list[T]", [calls[handle] for handle in ready])
 
     def last_log_line(self, worker: str) -> str:
         log = self.log_dir / f"{worker}.log"
@@ -237,9 +235,7 @@ class RayCluster(Cluster):
             max_concurrency=concurrency,
             scheduling_strategy=strategy,
             runtime_env={"env_vars": env},
-        ).remote(
-            name, str(self.log_dir / f"{name}.log"), self._env_vars, variables, gpus, self._session.umask, concurrency
-        )
+        ).remote(name, str(self.log_dir / f"{name}.log"), self._env_vars, variables, gpus, self._session.umask)
         self._workers[name] = RayWorker(
             name,
             actor,
@@ -251,7 +247,6 @@ class RayCluster(Cluster):
             on_death=self._save_ray_logs,
             watch=lambda: self.watch(),
             stream_options={"concurrency_group": STREAMS} if streams else {},
-            concurrent=concurrency > 1,
         )
         return self._workers[name]
 

@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -44,18 +43,8 @@ class _RayCall:
         self.since = time.monotonic()
         self.timeout_s = timeout_s
 
-    @property
-    def answered(self) -> bool:
-        """Whether the answer is in this process already."""
-        return False
-
     def has_answer(self, timeout_s: float = 0.0) -> bool:
         return bool(ray.wait([self.handle], timeout=timeout_s, fetch_local=False)[0])
-
-    def arrives(self) -> bool:
-        """Return whether it has something, now that Ray has something for its handle."""
-        self.seen = True
-        return True
 
     def wait(self) -> Wait | None:
         """Return since when it is waited for, for the wait graph; None if there is an answer."""
@@ -75,91 +64,13 @@ class _RayCall:
                 raise DeadlineExceeded(self.purpose, self.whom, self.timeout_s, self.worker.state())
 
 
-NOTHING: tuple[str, Sequence[Any]] = "", ()
-"""Method and arguments of a call that is not sent again."""
-
-
-class _Answers:
-    """The answers of `calls` that were sent together: a stream of {number of the call: its answer, pickled}. `failure`:
-    the end of the worker, and so of the calls whose answers are not `here`."""
-
-    def __init__(self, stream: Any, calls: Sequence[RayFuture]) -> None:
-        self.stream = stream
-        # Those without an answer, and whom somebody awaits: a call that was given up is not kept.
-        self._awaited = weakref.WeakValueDictionary(enumerate(calls))
-        self.here: dict[int, bytes] = {}
-        self.failure: RayError | None = None
-
-    def take(self, timeout_s: float) -> None:
-        """Take those that are there. If the message has failed, as where an object that one of its calls needs is lost,
-        send each call by itself, so that the others are answered."""
-        while self._awaited and self.stream.next_ready():
-            try:
-                came: dict[int, bytes] = ray.get(next(self.stream), timeout=timeout_s)
-            except RayError as error:
-                if isinstance(error, RayActorError | GetTimeoutError):
-                    self.failure = error
-                else:
-                    for call in self._awaited.values():
-                        call.worker.send([call])
-                self._awaited.clear()
-                return
-            for number in came:
-                self._awaited.pop(number, None)
-            self.here |= came
-
-
 class RayFuture(_RayCall):
-    """The answer of one actor call. `handle`: its ObjectRef, or the stream of `answers`, where it is that of call
-    `number`. `asked`: method and arguments of a call of the worker's object, as long as it may be sent again."""
-
-    answers: _Answers | None = None
-    number = 0
-
-    def __init__(
-        self,
-        worker: RayWorker,
-        purpose: str,
-        handle: Any,
-        timeout_s: float,
-        request: tuple[str, Sequence[Any]] = NOTHING,
-    ) -> None:
-        super().__init__(worker, purpose, handle, timeout_s)
-        self.asked = request
-
-    @property
-    def answered(self) -> bool:
-        return self.answers is not None and (self.number in self.answers.here or self.answers.failure is not None)
-
-    def has_answer(self, timeout_s: float = 0.0) -> bool:
-        return self.answered or super().has_answer(timeout_s)
-
-    def arrives(self) -> bool:
-        if self.answers is None:
-            return super().arrives()
-        self.answers.take(self.timeout_s)
-        return self.answered  # not if it was sent again, by itself
+    """The answer of one actor call. `handle`: its ObjectRef."""
 
     def result(self) -> Any:
         """Return the answer. One that came in time is returned however late it is asked for."""
-        if self.answers is None:
-            self._await_answer(self._seconds_left())
-            return self.worker.fetch(self.purpose, self.handle)
-        while not self.answered:
-            self._await_answer(self._seconds_left())
-            self.answers.take(self.timeout_s)
-            if self.answers is None:  # it was sent again, by itself
-                return self.result()
-        if self.number not in self.answers.here:
-            assert self.answers.failure is not None
-            self.worker.fail(self.purpose, self.answers.failure)
-        answer = pickle.loads(self.answers.here[self.number])
-        if isinstance(answer, RemoteFailure):
-            self.worker.fail(self.purpose, answer)
-        return answer
-
-    def _seconds_left(self) -> float:
-        return max(self.since + self.timeout_s - time.monotonic(), 0.0)
+        self._await_answer(max(self.since + self.timeout_s - time.monotonic(), 0.0))
+        return self.worker.fetch(self.purpose, self.handle)
 
 
 class RayStream(_RayCall):
@@ -222,7 +133,7 @@ class RayStream(_RayCall):
 class RayWorker:
     """A handle on one `WorkerActor`. `waiting_for`: returns why its process may not be up yet; `on_death`: called when
     it turns out to be dead; `watch`: called again and again while somebody waits for it; `stream_options`: options of
-    Ray for calls that stream; `concurrent`: it takes several calls at a time."""
+    Ray for calls that stream."""
 
     spawn_seconds = 0.0
 
@@ -237,7 +148,6 @@ class RayWorker:
         on_death: Callable[[], None],
         watch: Callable[[], None],
         stream_options: Mapping[str, Any],
-        concurrent: bool,
     ) -> None:
         self.name = name
         self.actor = actor
@@ -246,8 +156,6 @@ class RayWorker:
         self._on_death = on_death
         self.watch = watch
         self._stream_options = stream_options
-        self._concurrent = concurrent
-        self._held: list[RayFuture] | None = None  # calls to be sent together
         self._place = RayFuture(self, "start of its process", actor.place.remote(), start_timeout_s)
         self._known_place: Place | None = None
         self._start_timeout_s = start_timeout_s
@@ -269,39 +177,11 @@ class RayWorker:
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, purpose: str | None = None) -> RayFuture:
         timeout_s = self._call_timeout_s if timeout_s is None else timeout_s
-        call = RayFuture(self, purpose or method, None, timeout_s, (method, args))
-        if self._held is None:
-            self.send([call])
-        else:
-            self._held.append(call)
-        return call
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        if not self._concurrent:
-            yield
-            return
-        self._held = []
-        try:
-            yield
-        finally:
-            held, self._held = self._held, None
-            self.send(held)
-
-    def send(self, calls: Sequence[RayFuture]) -> None:
-        """Send calls as one message."""
-        wholes: dict[ray.ObjectRef, int] = {}
-        requests = [_asked(*call.asked, wholes) for call in calls]
-        if len(calls) == 1:
-            calls[0].handle, calls[0].answers = self.actor.call.remote(requests[0], *wholes), None
-            calls[0].asked = NOTHING
-        elif calls:
-            stream = self.actor.calls.options(num_returns="streaming").remote(requests, *wholes)
-            answers = _Answers(stream, calls)
-            for number, call in enumerate(calls):
-                call.handle, call.answers, call.number = stream, answers, number
+        request, wholes = _asked(method, args)
+        call = RayFuture(self, purpose or method, self.actor.call.remote(request, *wholes), timeout_s)
         with self._lock:
-            self._calls.update(calls)
+            self._calls.add(call)
+        return call
 
     def stream(self, method: str, *args: Any, timeout_s: float | None = None, purpose: str | None = None) -> RayStream:
         timeout_s = self._call_timeout_s if timeout_s is None else timeout_s
@@ -356,8 +236,9 @@ class RayWorker:
         raise (WorkerDied if died else WorkerFailed)(self.name, purpose, cause, detail.strip()) from original
 
 
-def _asked(method: str, args: Sequence[Any], wholes: dict[ray.ObjectRef, int]) -> Asked:
-    """Return a call as `WorkerActor` takes it, and add the objects of the store that it needs to `wholes`."""
+def _asked(method: str, args: Sequence[Any]) -> tuple[Asked, Sequence[ray.ObjectRef]]:
+    """Return a call as `WorkerActor` takes it, and the objects of the store that it needs."""
+    wholes: dict[ray.ObjectRef, int] = {}
     sent_args: list[Any] = list(args)
     references: dict[int, tuple[int, int | None]] = {}
     for position, arg in enumerate(args):
@@ -365,7 +246,7 @@ def _asked(method: str, args: Sequence[Any], wholes: dict[ray.ObjectRef, int]) -
             whole, index = (arg.whole, arg.index) if isinstance(arg, PartRef) else (arg, None)
             references[position] = wholes.setdefault(whole, len(wholes)), index
             sent_args[position] = None
-    return method, sent_args, references
+    return (method, sent_args, references), list(wholes)
 
 
 class RayStore:

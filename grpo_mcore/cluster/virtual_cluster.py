@@ -16,7 +16,6 @@ import random
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -367,9 +366,6 @@ class VirtualWorker:
         stream = VirtualStream(self, purpose or method, self._timeout(timeout_s))
         self._start(stream, self._streams, method, args)
         return stream
-
-    def together(self) -> AbstractContextManager[object]:
-        return nullcontext()
 
     def _timeout(self, timeout_s: float | None) -> float:
         return self.cluster.call_timeout_s if timeout_s is None else timeout_s

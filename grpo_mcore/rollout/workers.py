@@ -3,7 +3,7 @@
 import errno
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
@@ -169,11 +169,6 @@ class Worker(Protocol):
 
     def stream(self, method: str, *args: Any, timeout_s: float | None = None, purpose: str | None = None) -> Stream:
         """Start the generator `method(*args)`; callers use `remote_stream`."""
-
-    def together(self) -> AbstractContextManager[object]:
-        """Return a context. Calls that are made inside may start as late as its end: a worker in another process gets
-        them as one message, and answers that are there at the same time come as one. It costs less than as many
-        messages."""
 
 
 P = ParamSpec("P")

@@ -4,9 +4,8 @@ import logging
 import os
 import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,17 +30,6 @@ class Fatal:
         time.sleep(0.2)  # what was sent before has arrived
         os.kill(os.getpid(), signal.SIGKILL)
         return ""
-
-
-class Unreadable:
-    """Can be sent, but not received."""
-
-    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
-        return _refuse, ("no such abacus",)
-
-
-def _refuse(why: str) -> None:
-    raise LookupError(why)
 
 
 @dataclass(frozen=True)
@@ -129,9 +117,6 @@ class Abacus:
                 super().__init__("awkward")
 
         raise Awkward(1, 2)
-
-    def unpicklable(self) -> object:
-        return threading.Lock()
 
     def die(self) -> None:
         print("about to die", flush=True)

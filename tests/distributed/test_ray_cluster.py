@@ -2,7 +2,6 @@
 start."""
 
 import contextlib
-import gc
 import os
 import re
 import signal
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,10 +18,8 @@ import ray
 from grpo_mcore.base.orphan_reaper import MARKER, SOCKETS, marked
 from grpo_mcore.cluster import (
     DeadlineExceeded,
-    Future,
     NotEnoughResources,
     Worker,
-    WorkerDied,
     WorkerFailed,
     call_all,
     gather,
@@ -35,7 +31,7 @@ from grpo_mcore.cluster.ray_cluster import RayCluster
 from grpo_mcore.cluster.ray_worker import RayWorker
 from tests.cluster_contract import CONTRACT
 from tests.distributed.conftest import WANTED
-from tests.distributed.ray_workers import Abacus, BadStart, Rank, Record, Unreadable
+from tests.distributed.ray_workers import Abacus, BadStart, Rank, Record
 from tests.processes_below import named
 from tests.waiting import wait_until
 
@@ -57,14 +53,6 @@ def abacus(cluster: RayCluster) -> Iterator[Worker]:
 @pytest.fixture(scope="module")
 def second(cluster: RayCluster) -> Iterator[Worker]:
     worker = cluster.spawn("second", Abacus, 0, cluster.store, cpus=0.1, env={"OMP_NUM_THREADS": "3"})
-    yield worker
-    cluster.stop([worker])
-
-
-@pytest.fixture(scope="module")
-def team(cluster: RayCluster) -> Iterator[RayWorker]:
-    worker = cluster.spawn("team", Abacus, 5, cluster.store, cpus=0.1, concurrency=4)
-    worker.ready().result()  # an actor's start has its own, long deadline
     yield worker
     cluster.stop([worker])
 
@@ -386,131 +374,6 @@ def test_concurrent_calls_share_one_object(cluster, gate):
     gate.touch()
     assert (count.result(), nap.result()) == (6, "awake")
     cluster.stop([pair])
-
-
-def test_calls_that_travel_together_are_answered_one_by_one(cluster, team, gate):
-    numbers = cluster.store.put([1, 2])
-    with team.together():
-        nap = team.call("nap_in_the_middle", str(gate), purpose="the nap")
-        quick = [
-            team.call("add", 0),
-            team.call("sum_of", numbers, 4, numbers, next(team.stream("lists", [3])).content),
-            team.call("fail", "beads are gone"),
-            team.call("fail_unpicklably"),
-            team.call("unpicklable"),
-            team.call("stored_list", 3),
-        ]
-    waiting = [nap, *quick]
-    while len(waiting) > 1:
-        for one in cluster.ready(waiting, 20, "the quick ones"):
-            waiting.remove(one)
-    assert waiting == [nap] and [wait.purpose for wait in team.waits()] == ["the nap"]
-    assert [one.result() for one in quick[:2]] == [5, 13]
-    errors = [_error_of(one) for one in quick[2:]]
-    assert [error.cause.partition(":")[0] for error in errors] == ["ValueError", "Awkward", "TypeError", "RuntimeError"]
-    assert "about to fail" in str(errors[0]) and isinstance(errors[0].__cause__, ValueError)
-    gate.touch()
-    assert nap.result() == "awake" and quick[0].result() == 5
-    assert team.waits() == []
-
-
-def _error_of(future: Future) -> WorkerFailed:
-    with pytest.raises(WorkerFailed) as caught:
-        future.result()
-    return caught.value
-
-
-def test_a_late_one_of_calls_that_travel_together_is_named(cluster, team, gate):
-    with team.together():
-        nap = team.call("nap_in_the_middle", str(gate), timeout_s=1.0, purpose="the nap")
-        quick = team.call("add", 0)
-    assert cluster.ready([nap, quick], 20, "the quick one") == [quick]
-    with pytest.raises(DeadlineExceeded, match="no answer from team within 0.3 s"):
-        cluster.ready([nap], 0.3, "the nap")
-    with pytest.raises(DeadlineExceeded) as caught:
-        nap.result()
-    assert (caught.value.purpose, caught.value.whom) == ("the nap", "team")
-    assert re.search(r'ray_workers.py", line \d+ in nap_in_the_middle', str(caught.value))
-    gate.touch()
-
-
-def test_no_more_calls_run_at_a_time_because_they_travel_together(cluster, team, abacus, gate):
-    """`team` takes four calls, `abacus` one: it gets them one by one."""
-    with team.together():
-        naps = [team.call("nap_in_the_middle", str(gate)) for _ in range(4)]
-        fifth = team.call("add", 0)
-    with pytest.raises(DeadlineExceeded):
-        cluster.ready([fifth], 0.5, "the fifth")
-    gate.touch()
-    assert [nap.result() for nap in naps] == ["awake"] * 4 and fifth.result() == 5
-    before = abacus.call("add", 0).result()
-    with abacus.together():
-        totals = [abacus.call("add", value) for value in (2, -2)]
-    assert [total.result() for total in totals] == [before + 2, before]
-
-
-@pytest.mark.parametrize("answered", [True, False])
-def test_calls_that_travel_together_are_gone_once_nobody_holds_them(cluster, team, gate, answered):
-    """Their arguments go with them: the store keeps a sample for as long as there is a reference to it."""
-    if answered:
-        gate.touch()
-    gc.disable()
-    try:
-        with team.together():
-            calls = [team.call("nap_in_the_middle", str(gate)) for _ in range(3)]
-        if answered:
-            assert [call.result() for call in calls] == ["awake"] * 3
-        watched = [weakref.ref(call) for call in calls]
-        calls.clear()
-        assert [ref() for ref in watched] == [None] * 3
-    finally:
-        gc.enable()
-        gate.touch()
-
-
-def test_a_call_alone_travels_alone_and_nothing_can_travel_together(team):
-    with team.together():
-        pass
-    with pytest.raises(KeyError), team.together():
-        only = team.call("add", 0)
-        raise KeyError("elsewhere")
-    assert only.result() == 5 and not only.answered
-
-
-def test_a_worker_that_dies_fails_those_of_its_calls_that_have_no_answer(cluster, gate):
-    mortal = cluster.spawn("crew", Abacus, 5, None, cpus=0.1, concurrency=3)
-    with mortal.together():
-        nap, quick = mortal.call("nap_in_the_middle", str(gate), purpose="the nap"), mortal.call("add", 1)
-    assert quick.result() == 6
-    mortal.call("die")
-    with pytest.raises(WorkerDied, match="crew: the nap failed") as caught:
-        nap.result()
-    assert "about to die" in str(caught.value)
-    assert cluster.ready([nap], 1, "the nap") == [nap] and quick.result() == 6
-    cluster.stop([mortal])
-
-
-@pytest.mark.parametrize("asked_first", [True, False])
-def test_an_object_that_cannot_be_had_fails_only_the_call_that_needs_it(cluster, team, asked_first):
-    with team.together():
-        failing, going = team.call("sum_of", cluster.store.put(Unreadable()), 1), team.call("add", 0)
-    waiting = [failing, going]
-    while waiting and not asked_first:
-        for one in cluster.ready(waiting, 20, "both"):
-            waiting.remove(one)
-    assert going.result() == 5
-    with pytest.raises(WorkerFailed, match="team: sum_of failed: .*no such abacus"):
-        failing.result()
-
-
-def test_calls_that_travel_together_say_why_the_constructor_failed(cluster):
-    bad = cluster.spawn("bad pair", BadStart, cpus=0.1, concurrency=2)
-    with bad.together():
-        calls = [bad.call("add", 1) for _ in range(2)]
-    for call in calls:
-        with pytest.raises(WorkerFailed, match="its constructor failed before"):
-            call.result()
-    cluster.stop([bad])
 
 
 @pytest.fixture(scope="module")

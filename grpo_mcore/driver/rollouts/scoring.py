@@ -10,7 +10,6 @@ import logging
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,9 +84,6 @@ class EnvironmentWorker:
     def stream(self, method: str, *args: Any, timeout_s: float | None = None, purpose: str | None = None) -> Stream:
         return self._worker.stream(method, *args, timeout_s=timeout_s, purpose=purpose)
 
-    def together(self) -> AbstractContextManager[object]:
-        return self._worker.together()
-
     def restart(self) -> None:
         """End it, whatever it is doing, and wait for its successor."""
         self.stop()
@@ -148,10 +144,8 @@ class EnvQueue:
         """Start the calls that wait, as many as the environment takes. `hold` False: also those that are held back to
         be joined by others. To be called when all that came at one time has been added, so that it goes in one call."""
         self._take_late()
-        if self._waiting:
-            with self._worker.together():
-                while self._waiting and len(self._running) < self._max_calls and not self._must_wait(hold):
-                    self._start(self._next_call())
+        while self._waiting and len(self._running) < self._max_calls and not self._must_wait(hold):
+            self._start(self._next_call())
 
     def awaited(self) -> list[Future | Stream]:
         return list(self._running)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -184,9 +183,6 @@ class Environment:
 
     def ready(self) -> Answer:
         return Answer(self.name, lambda: None)
-
-    def together(self) -> AbstractContextManager[object]:
-        return nullcontext()
 
     def call(self, method: str, metadata: Any, *samples: Any, timeout_s: float, purpose: str) -> Answer:
         def find() -> list[Outcome]:
