@@ -47,22 +47,6 @@ def test_the_spellings_of_before_load_as_the_same_recipe(tmp_path: Path) -> None
     assert old.config.loss_fn.reference_policy_kl_type == CustomCode(path="mine.code:kl")
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("loss_fn.reference_policy_kl_type", "{options: {a: 1}}", "path: Field required"),
-        ("loss_fn.reference_policy_kl_type", "{path: kl}", "expected an import path such as package.module:name"),
-        ("loss_fn.reference_policy_kl_type", "k4", "expected one of k1, k2, k3, or custom code as {path:"),
-        ("data.default.processor", "[1]", "expected a name, or custom code as {path: package.module:name}"),
-    ],
-)
-def test_what_is_no_custom_code_is_refused_at_its_key(tmp_path: Path, key: str, value: str, message: str) -> None:
-    with pytest.raises(RecipeError) as error:
-        load_recipe(written(tmp_path, {}), [f"{key}={value}"])
-    (problem,) = [problem for problem in error.value.problems if problem.key == key]
-    assert message in problem.message
-
-
 def test_of_two_spellings_the_later_one_decides_and_in_one_file_they_must_agree(tmp_path: Path) -> None:
     custom = {"custom": [{"path": "c:d"}]}
     later = load_recipe(written(tmp_path, {"logger": custom}), ["logger.own=[{path: 'a:b'}]"]).config

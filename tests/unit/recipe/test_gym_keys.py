@@ -112,23 +112,3 @@ def test_what_older_gym_recipes_say_twice_is_used_once(tmp_path: Path) -> None:
 def test_the_switch_removes_the_gym() -> None:
     config = MasterConfig.model_validate(recipe(env__should_use_nemo_gym=False))
     assert list(config.env) == ["math"] and config.data.train[0].env_name == "math"
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"env": {"should_use_nemo_gym": True}}, "there is no section env.nemo_gym"),
-        ({"env__should_use_nemo_gym": "yes"}, "env.should_use_nemo_gym: expected true or false"),
-        ({"env__should_mask_flagged_samples": False}, "samples that NeMo Gym flags"),
-        ({"policy__generation__vllm_cfg__expose_http_server": False}, "expose_http_server: .* set it to true"),
-        ({"policy__generation__stop_strings": ["x"]}, "cannot be requested by agents"),
-        ({"policy__generation__vllm_cfg__http_server_host": "0.0.0.0"}, "the endpoint listens on one interface"),
-        (
-            {"policy__generation__vllm_cfg__http_server_serving_chat_kwargs": {"tool_parser": "hermes"}},
-            "enable_auto_tools: true and a tool_parser",
-        ),
-    ],
-)
-def test_rejected_combinations(changes: dict[str, Any], why: str) -> None:
-    with pytest.raises(RecipeError, match=why):
-        MasterConfig.model_validate(recipe(**changes))
