@@ -2,11 +2,15 @@
 The world is tests/verifiers_plugins/counting_world.py; all between it and the engine is real."""
 
 import os
+import shutil
+import string
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from examples.sliding_puzzle.make_model import make_puzzle_model
 from examples.verifiers_task.make_task import make_task
@@ -17,9 +21,23 @@ from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.driver.rollouts.rollouts import Rollouts
 from grpo_mcore.environments import create_env_class
 from grpo_mcore.environments.errors import EnvironmentConfigError
+from grpo_mcore.environments.verifiers.environment import VerifiersEnvironment
+from grpo_mcore.generation.chat.engine_chat import EngineChat, Reply
+from grpo_mcore.generation.config import ChatConfig
+from grpo_mcore.generation.endpoint import Endpoint
 from grpo_mcore.rollout.group import Group
-from grpo_mcore.rollout.trajectory import Score, Trajectory, TrajectoryRef
+from grpo_mcore.rollout.trajectory import (
+    AgentRequest,
+    GenerationRequest,
+    Sampling,
+    Score,
+    Trajectory,
+    TrajectoryRef,
+    Turn,
+)
+from grpo_mcore.tools.demo.arithmetic import make_tokenizer
 from tests.functional.runs import MARK, Run, run_command, run_here, start_command
+from tests.unit.generation.chat.endpoints import Engines
 from tests.waiting import wait_until
 
 pytest.importorskip("verifiers", reason="needs the extra verifiers")
@@ -246,6 +264,52 @@ def test_tasks_that_are_not_there(
     monkeypatch.syspath_prepend(str(PLUGINS))
     with pytest.raises(DataError, match=message):
         _tasks(name, options)
+
+
+class ShellEngines(Engines):
+    """Engines with real prompts, whose policy looks around with Codex's shell twice, and then ends."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        make_tokenizer(folder, string.printable)
+        tokenizer = load_tokenizer(str(folder))
+        call = '<tool_call>{"name": "exec_command", "arguments": {"cmd": "echo so"}}</tool_call>'
+        answers = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in (call, call, "done")]
+        self.asked = list[list[int]]()
+
+        def generate(requests: list[GenerationRequest], sampling: Sampling) -> Iterator[Trajectory]:
+            (turn,), ids = requests[0].prompt, torch.tensor(answers[len(self.asked)])
+            self.asked.append([*turn.token_ids.tolist(), *ids.tolist()])
+            said = Turn("assistant", ids, torch.full((len(ids),), -0.5), True)
+            spans = ((4, 0, len(turn) + len(ids)),)
+            yield Trajectory("chat", 0, (turn, said), spans, "stop", False, tokenizer.eos_token_id)
+
+        config = ChatConfig("policy", (Sampling(200),), tool_parser="hermes")
+        self.chat = EngineChat(config, tokenizer, generate, max_model_len=10**6, vocab_size=len(tokenizer))
+        for worker in self.workers:
+            worker.stream = self.stream  # type: ignore[method-assign]
+
+    def stream(self, method: str, kind: str, body: Any, seed: int, **_: Any) -> Iterator[Reply]:
+        yield self.chat.answer(kind, body, seed)
+
+
+@pytest.mark.skipif(
+    not shutil.which("uv") or not [*Path("/var/tmp").glob("vf-codex-*/.ready")],
+    reason="needs uv, and Codex as verifiers installs it",
+)
+def test_codex_is_trained_on_the_tokens_that_the_engine_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(PLUGINS))
+    engines = ShellEngines(tmp_path)
+    endpoint = Endpoint(engines, model="policy", token="secret", host="127.0.0.1", reads_calls=True)
+    codex = VerifiersEnvironment({"verifiers": {"environment": "counting_world", "harness": "codex_here"}})
+    [task] = _tasks("counting_world", {})
+    request = AgentRequest("p", 0, task.data.model_dump(mode="json"), 0, 1)
+    [outcome] = codex.play([request], Sampling(200), endpoint.address)
+    codex.shutdown()
+    endpoint.close()
+    assert outcome.trajectory is not None and outcome.trajectory.branches == (), outcome.score.reason
+    assert len(engines.asked) == 3 and outcome.trajectory.token_ids().tolist() == engines.asked[-1]
+    assert outcome.trajectory.weight_versions == ((4, 0, len(engines.asked[-1])),)
 
 
 def test_the_example_with_an_agent_that_compacts_its_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
