@@ -55,6 +55,8 @@ class TaskDataSpec:
     hint_prompt: str = "{prompt}\n\n{hint}"
     images: ImageReader | None = None
     """Reads images for prompts. None: the run has no images, and a row with one is unusable."""
+    stop_strings: list[str] | None = None
+    """Those of the task's environment, for rows whose processor sets none."""
     prompt: str | None = field(init=False, default=None)
     system_prompt: str | None = field(init=False, default=None)
 

@@ -194,10 +194,7 @@ def preference_processor(row: TaskRow) -> DatumSpec:
         _answered_log(row, [*prompt, *_read(row, answer)], len(prompt), f" ({answer})")[0]
         for answer in ("chosen", "rejected")
     ]
-    lengths = [sum(len(turn["token_ids"]) for turn in log) for log in logs]
-    datum = row.datum(logs[0], sum(lengths), fits=row.limit is None or max(lengths) <= row.limit)
-    datum["rejected_log"] = logs[1]
-    return datum
+    return _datum_of_logs(row, logs)
 
 
 @_processor
@@ -216,11 +213,20 @@ def reward_model_processor(row: TaskRow) -> DatumSpec:
         score = math.nan
     if not math.isfinite(score):
         raise RowError(row.uid, f"its {label!r} must be a finite number, got {value!r:.40}")
-    logs = [_scored_log(row, [*prompt, *answer]) for answer in answers]
-    lengths = [sum(len(turn["token_ids"]) for turn in log) for log in logs]
-    datum = row.datum(logs[0], sum(lengths), fits=row.limit is None or max(lengths) <= row.limit)
+    datum = _datum_of_logs(row, [_scored_log(row, [*prompt, *answer]) for answer in answers])
     datum["score"] = score
-    if pairs:
+    return datum
+
+
+def _datum_of_logs(row: TaskRow, logs: Sequence[list[Message]]) -> DatumSpec:
+    """Return a conversation, or the chosen and the rejected one of a pair, as a datum. A pair of equal ones, which says
+    nothing, is excluded."""
+    tokens = [[token for turn in log for token in turn["token_ids"].tolist()] for log in logs]
+    same = len(logs) == 2 and tokens[0] == tokens[1]
+    fits = not same and (row.limit is None or max(map(len, tokens)) <= row.limit)
+    info = {"unusable": "chosen and rejected are the same"} if same else None
+    datum = row.datum(logs[0], sum(map(len, tokens)), fits=fits, info=info)
+    if len(logs) == 2:
         datum["rejected_log"] = logs[1]
     return datum
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from glob import glob
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from torch.utils.data import Dataset
@@ -148,7 +149,9 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         task = datum.get("task_name") or name or spec.task_name
         own_uid = datum.get("uid")
         uid = uid_text(row.get("uid") if own_uid is None or own_uid == "" else own_uid, f"{task}:{idx}")
-        return cast(DatumSpec, {**datum, "task_name": task, "uid": uid})
+        stops = datum.get("stop_strings") or spec.stop_strings
+        own = {"task_name": task, "uid": uid} | ({"stop_strings": stops} if stops else {})
+        return cast(DatumSpec, {**datum, **own})
 
     def usable(self, idx: int) -> bool:
         """Return False where the row is too long, marked as unusable, or cannot be made a prompt. The answer is kept: a
@@ -309,6 +312,7 @@ def build_task_data(
     separate: bool = False,
     load: Callable[[Entry, str], ResponseData] = load_response_dataset,
     max_unusable_share: float = MAX_UNUSABLE_SHARE,
+    stop_strings: Mapping[str, list[str] | None] = MappingProxyType({}),
 ) -> TaskData:
     """Load all entries of `data.train` and `data.validation`. The rows that `split_validation_size` takes from training
     datasets are added to the validation data.
@@ -316,6 +320,7 @@ def build_task_data(
     The validation data has one row of each dataset in turn, so that its first grpo.max_val_samples rows have an equal
     share of each. `images`: what prompts need of the model's images. `separate` keeps the training datasets apart, for
     data.use_multiple_dataloader. `load` loads the dataset of an entry, given the name of the default processor.
+    `stop_strings`: those of each environment, for the rows of its tasks.
     """
     if not train:
         raise DataError("data.train is empty: name at least one dataset")
@@ -325,7 +330,7 @@ def build_task_data(
     loaded_val = _load(validation, default_processor, load, taken={data.task_name for data in loaded})
 
     for data in (*loaded, *loaded_val):
-        data.task_spec.images = images
+        data.task_spec.images, data.task_spec.stop_strings = images, stop_strings.get(data.env_name or "")
 
     def processed(rows: Sequence[dict[str, Any]], datasets: list[ResponseData]) -> AllTaskProcessedDataset:
         processors = {data.task_name: (data.task_spec, data.processor) for data in datasets}

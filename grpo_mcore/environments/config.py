@@ -1,9 +1,9 @@
 """The base of every environment's section of the recipe, `env.<name>`."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from grpo_mcore.environments.answers import Thoughts
 from grpo_mcore.environments.errors import EnvironmentConfigError
@@ -50,6 +50,10 @@ class AnswerConfig(EnvConfig):
     """Marks around the reasoning; the answer follows it. `auto`: `<think>` and its like, and Harmony's channels, in the
     response or at the end of its prompt; then the content of `<answer>` if there is one. `none`: the whole response is
     the answer. Or two marks of your own: [OPENING, CLOSING]."""
+
+    stop_strings: list[Annotated[str, Field(min_length=1)]] | None = None
+    """Strings that end a generation for this environment, besides policy.generation.stop_strings. A processor may set
+    others for a row."""
 
     @field_validator("thoughts")
     @classmethod

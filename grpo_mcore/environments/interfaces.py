@@ -60,7 +60,6 @@ def single_turn_return(
     seconds: Sequence[float],
     *,
     answers: Sequence[str | None] | None = None,
-    stop_strings: list[str] | None = None,
     rewards_by_name: list[dict[str, float]] | None = None,
     tracebacks: Sequence[str | None] | None = None,
     failures: Sequence[Sequence[str]] | None = None,
@@ -69,7 +68,7 @@ def single_turn_return(
     return EnvironmentReturn(
         observations=[{"role": "environment", "content": f"Environment: {reason}"} for reason in reasons],
         metadata=list(metadata),
-        next_stop_strings=[stop_strings] * len(rewards),
+        next_stop_strings=[None] * len(rewards),
         rewards=list(rewards),
         terminateds=[True] * len(rewards),
         answers=[None] * len(rewards) if answers is None else list(answers),

@@ -160,6 +160,11 @@ def prepare(
         tokenizer = load_tokenizer(names.name, names.chat_template, names.chat_template_kwargs)
     check_token_ids(tokenizer, config.policy.tokenizer.name, model.shape.vocab_size, config.policy.model_name)
     say_other_ends(tokenizer, Path(model.folder))
+    if beyond := [end for end in config.policy.generation.stop_token_ids or () if end >= model.shape.vocab_size]:
+        raise SetupError(
+            f"policy.generation.stop_token_ids: {beyond[0]} is no token of the model, which has 0 to "
+            f"{model.shape.vocab_size - 1}: no answer would end with it"
+        )
     for teacher in model.teachers.values():
         check_same_tokens(tokenizer, load_tokenizer(teacher.folder, tokenizer.chat_template), teacher.folder)
     limit = None if algorithm in FINE_TUNING else config.policy.generation.vllm_cfg.limit_mm_per_prompt.image
@@ -197,6 +202,9 @@ def _load_data(
     build = partial(
         build_task_data, config.data.train, config.data.validation, tokenizer, longest,
         max_unusable_share=share, images=images,
+        stop_strings={
+            name: stops for name, env in config.env.items() if isinstance(stops := env.get("stop_strings"), list)
+        },
     )  # fmt: skip
     if algorithm == "grpo":
         return build(separate=config.data.use_multiple_dataloader)

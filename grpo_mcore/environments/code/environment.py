@@ -80,8 +80,6 @@ class CodeEnvConfig(AnswerConfig):
     """MiB of files in the scratch folder."""
     float_tolerance: float = Field(0.0, ge=0)
     """Maximum difference, relative or absolute, between numbers with a point and the expected ones."""
-    stop_strings: list[str] | None = None
-    """Strings that end a generation for this environment."""
 
     def tests(self, row: Mapping[str, Any]) -> list[CodeTest]:
         """Return the tests of a prompt that are run. Raises CodeTestError if they cannot be read, or need packages: the
@@ -170,7 +168,6 @@ class CodeEnvironment(EnvironmentInterface):
             ],
             seconds=[report.seconds for report in reports],
             answers=[report.program for report in reports],
-            stop_strings=self.config.stop_strings,
         )
 
     def shutdown(self) -> None:

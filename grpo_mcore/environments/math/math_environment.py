@@ -61,8 +61,6 @@ class MathEnvConfig(AnswerConfig):
     """Reward of an answer whose verification runs out of its time."""
     verify_memory_gb: float = Field(2.0, gt=0)
     """GiB that one verification process may use."""
-    stop_strings: list[str] | None = None
-    """Strings that end a generation for this environment."""
     format_pattern: str | None = None
     """Python regular expression that the whole response must match for the part `format`, 0 or 1. null: no parts.
     Write it so that it cannot backtrack without end: it has no time limit of its own."""
@@ -161,7 +159,6 @@ class MathEnvironment(EnvironmentInterface):
             reasons=[result.reason for result in results],
             seconds=[result.seconds for result in results],
             answers=[result.answer for result in results],
-            stop_strings=self.config.stop_strings,
             rewards_by_name=parts,
         )
 

@@ -228,8 +228,8 @@ def number_of(value: Any, is_trl: bool) -> float | None:
     number = _only_one(value) if is_trl else value
     if isinstance(number, Mapping) and "score" in number:
         number = number["score"]
-    if isinstance(number, str | bytes):
-        raise TypeError(f"it returned {number!r:.80}, which is text and no number")
+    if isinstance(number, str | bytes | list | tuple | Mapping):
+        raise TypeError(f"it returned {number!r:.80}, which is no number, nor a mapping with `score`")
     return None if number is None else float(number)
 
 

@@ -51,8 +51,6 @@ class RuleEnvConfig(AnswerConfig):
     exclude the sample."""
     memory_gb: float = Field(2.0, gt=0)
     """GiB that one process may use."""
-    stop_strings: list[str] | None = None
-    """Strings that end a generation for this environment."""
 
     @model_validator(mode="before")
     @classmethod
@@ -162,7 +160,6 @@ class RuleEnvironment(EnvironmentInterface):
             rewards=[state.reward for state in states],
             reasons=[state.reason or "" for state in states],
             seconds=[state.seconds for state in states],
-            stop_strings=self.config.stop_strings,
             rewards_by_name=[state.values for state in states],
             tracebacks=[state.traceback for state in states],
             failures=[state.failures for state in states],

@@ -180,10 +180,10 @@ class GenerationConfig(Section):
     """top_p in validation. null: top_p."""
     val_top_k: Positive | None = None
     """top_k in validation. null: top_k."""
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[NonNegative] | None = None
     """Tokens that end an answer. null: the tokenizer's end-of-sequence token, and what ends an answer in its chat
     template."""
-    stop_strings: list[str] | None = None
+    stop_strings: list[Annotated[str, Field(min_length=1)]] | None = None
     """Strings that end an answer. null: none."""
     colocated: ColocatedConfig = Field(default_factory=ColocatedConfig)
     """Devices of the engines."""

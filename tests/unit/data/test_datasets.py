@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_mcore.data import DataError, load_preference_dataset, load_response_dataset
+from grpo_mcore.data import DataError, build_task_data, load_preference_dataset, load_response_dataset
 from grpo_mcore.data.datasets import DATASET_CLASSES, PREFERENCE_CLASSES
 from grpo_mcore.data.datasets.files import settings_for
 from grpo_mcore.data.datasets.rows import Joined, Repeated
@@ -580,6 +580,15 @@ def test_pairs_of_a_conversation_and_its_rejected_answer(write_jsonl, worse):
     assert (row["chosen"], row["rejected"]) == (CHAT[1:], [{"role": "assistant", "content": "3"}])
     assert row["level"] == 1 and not set(worse) & set(row)
     assert settings_for({"messages": CHAT} | worse) == {"dataset_name": "BinaryPreferenceDataset"}
+
+
+@pytest.mark.parametrize("processor", ["preference_processor", "reward_model_processor"])
+def test_a_pair_of_equal_answers_is_left_out(write_jsonl, tokenizer, processor):
+    rows = [{"prompt": f"{n}+1=", "chosen": "2", "rejected": str(n)} for n in range(4)]
+    entry = {"dataset_name": "BinaryPreferenceDataset", "data_path": write_jsonl("a.jsonl", rows)}
+    data = build_task_data([entry], [], tokenizer, 32, processor, load=load_preference_dataset).train
+    assert [data.usable(index) for index in range(4)] == [True, True, False, True]
+    assert data.excluded.reasons == {"chosen and rejected are the same": 1}
 
 
 def test_each_name_of_a_recipe_has_a_class() -> None:

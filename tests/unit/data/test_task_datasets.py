@@ -29,11 +29,13 @@ def test_datasets_are_joined_and_keep_their_tasks(write_jsonl, tokenizer, tmp_pa
         {"data_path": write_jsonl("a.jsonl", sums(6)), "split_validation_size": 2, "env_name": "math"},
         {"data_path": write_jsonl("b.jsonl", sums(3)), "prompt_file": str(tmp_path / "prompt.txt")},
     ]
-    data = build_task_data(entries, [entries[1]], tokenizer, 32)
+    data = build_task_data(entries, [entries[1]], tokenizer, 32, stop_strings={"math": ["="]})
     a, b = f"{tmp_path.name}-a", f"{tmp_path.name}-b"
     assert [datum["task_name"] for datum in data.train] == [a] * 4 + [b] * 3
     assert data.train[4]["message_log"][0]["content"] == "<bos><user>= 0+1=<assistant>"
     assert data.env_names == {a: "math", b: None}
+    assert [datum.get("stop_strings") for datum in data.train] == [["="]] * 4 + [None] * 3
+    assert [datum.get("stop_strings") for datum in data.validation] == [["="], None, ["="], None, None]
     # Held-out rows of a alternate with b, which is loaded again under a name that no training prompt has.
     assert [datum["task_name"] for datum in data.validation] == [a, f"{b}-2", a, f"{b}-2", f"{b}-2"]
     assert data.val_env_names == {a: "math", f"{b}-2": None}

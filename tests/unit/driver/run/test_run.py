@@ -9,10 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from grpo_mcore.data import load_tokenizer
 from grpo_mcore.driver.run.checks import SetupError, check_writable
-from grpo_mcore.driver.run.run import _failure_recorded
+from grpo_mcore.driver.run.run import _failure_recorded, _load_data
 from grpo_mcore.observe import Logger
 from grpo_mcore.observe.trackers.tracker import Tracker
+from grpo_mcore.recipe import load_recipe
+from grpo_mcore.tools.demo.arithmetic import make_tokenizer
 from tests.unit.driver.checkpoints.saving import RECIPE, manager, save
 
 
@@ -37,6 +40,15 @@ def test_a_failure_is_the_end_in_the_summary_and_in_the_trackers(tmp_path: Path)
     summary = json.loads((log.log_dir / "summary.json").read_text())
     assert (summary["steps"], summary["end"], summary["end_kind"]) == (5, "failed: no", "failed")
     assert (summary["exit_code"], summary["unsaved"]) == (1, 3) and codes == [1]
+
+
+def test_prompts_have_the_stop_strings_of_their_environment(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path / "tokenizer")
+    (rows := tmp_path / "rows.jsonl").write_text('{"input": "1+1=", "output": "2"}')
+    text = f"{{policy: {{model_name: m}}, data: {{train: {{data_path: {rows}}}}}, env: {{math: {{stop_strings: [=]}}}}}}"
+    (tmp_path / "r.yaml").write_text(text)
+    config = load_recipe(str(tmp_path / "r.yaml")).config
+    assert _load_data(config, "grpo", load_tokenizer(str(tmp_path / "tokenizer"))).train[0]["stop_strings"] == ["="]
 
 
 @pytest.fixture

@@ -54,7 +54,6 @@ def test_a_batch(env: CodeEnvironment) -> None:
         "no code block found",
     ]
     assert result.terminateds == [True] * 6 and result.metadata == [row] * 6
-    assert result.next_stop_strings == [["</code>"]] * 6
     assert result.observations[0] == {"role": "environment", "content": "Environment: 3 of 3 tests passed"}
     assert result.seconds is not None and min(result.seconds) >= 0
 

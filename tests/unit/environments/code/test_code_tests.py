@@ -146,6 +146,7 @@ def test_mbpp() -> None:
         AssertTest("import math\nassert 3"),
     ]
     sanitized = {"test_list": ["assert 1"], "test_imports": ["import re"], "challenge_test_list": None}
+    sanitized |= {"tests": [], "input_output": ""}  # of a table that was joined of several
     assert read_tests(sanitized) == [AssertTest("import re\nassert 1")]
 
 
@@ -214,7 +215,7 @@ def test_packages_that_tests_need() -> None:
     ("row", "message"),
     [
         ({"answer": "3"}, r"the code environment needs tests in one of tests, input_output, .*; the prompt has \['ans"),
-        ({"tests": []}, "there is no test in 'tests'"),
+        ({"tests": [], "test_list": []}, "there is no test in 'tests'"),
         ({"tests": "[{"}, r"not JSON: '\[\{'"),
         ({"tests": [{"in": ""}]}, r"test 0 of 'tests' has none of input, call, assert: \['in'\]"),
         ({"tests": [{"input": ""}]}, "the tests in 'tests' cannot be read: KeyError: 'output'"),

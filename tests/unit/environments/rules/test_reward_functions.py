@@ -174,6 +174,8 @@ def unknown(response: str, answer: str, other: str) -> float:
     [
         (stateful, TypeError, "it asks for trainer_state, which an environment does not have"),
         (no_list, TypeError, "must return a list with one number"),
+        (lambda response: (1.0, "why"), TypeError, r"it returned \(1.0, 'why'\), which is no number"),
+        (lambda response: {"reward": 1.0}, TypeError, "it returned {'reward': 1.0}, .* nor a mapping with `score`"),
         (lambda label, response: float(label == response), TypeError, "it asks for label, but a sample has"),
         (lambda answer, gold: float(answer == gold), TypeError, "it asks for answer, gold, but a sample has"),
         (lambda completions, answer, solution: [1.0], TypeError, "it asks for answer, solution, but the columns are"),
