@@ -221,14 +221,15 @@ def gdpo_advantages(
 ) -> AdvantageEstimate:
     """GDPO (arXiv 2601.05242): 0 for failed samples. `rewards` [N]: of all names together, for the statistics.
 
-    A_k = (r_k - mean) / std of the group, for each named reward by itself (`grpo_advantages`); A = sum of w_k A_k;
+    A_k = (r_k - mean) / std of the group, for each named reward by itself (`grpo_advantages`), over the samples to
+    which it applies: for the others r_k is NaN and A_k is 0; A = sum of w_k A_k;
     then A / (std(A) + eps) over all valid samples of the step (std with n - 1). The mean is 0 in every group, so over
     the step too; it is not subtracted, so that a group in which every named reward is equal stays exactly 0.
     weights: by name, or in the order of the sorted names; None: 1 each. Raises ValueError if there are fewer than two
     names or the weights do not match them.
     """
     names = sorted(rewards_by_name)
-    if len(names) < 2:
+    if max(len(names), len(weights or ())) < 2:
         raise ValueError(
             f"gdpo needs at least two named rewards, not {len(names)} ({', '.join(names) or 'none'}); "
             "with one reward use the estimator grpo"
@@ -241,7 +242,9 @@ def gdpo_advantages(
     )
     for name in names:
         try:
-            estimate = compared(rewards_by_name[name], group_ids, valid)
+            of_name = rewards_by_name[name]
+            of_name = of_name if valid is None else of_name.masked_fill(~valid, torch.nan)
+            estimate = compared(of_name, group_ids, ~of_name.isnan())
         except ValueError as error:
             raise ValueError(f"named reward {name!r}: {error}") from error
         parts.append(weight_of[name] * estimate.advantages)
@@ -261,7 +264,7 @@ def weights_by_name(names: Sequence[str], weights: RewardWeights | None) -> dict
     if weights is None:
         return dict.fromkeys(names, 1.0)
     if isinstance(weights, Mapping):
-        if sorted(weights) != list(names):
+        if not weights.keys() >= set(names):  # a step may lack the rewards of a task
             raise ValueError(f"reward_weights names {sorted(weights)}, the rewards are {list(names)}")
         return dict(weights)
     if len(weights) != len(names):

@@ -52,7 +52,7 @@ def compute_targets(
     rewards = shaped_rewards(batch.rewards, batch, config) if rewards is None else rewards
     estimator, first = grpo.adv_estimator, torch.tensor([sample.generation_index == 0 for sample in batch.samples])
     kl_in_reward = loss.use_kl_in_reward and "kl_sum" in stats
-    named_rewards = _named_rewards(batch, config) if estimator.name == "gdpo" else None
+    named_rewards = _named_rewards(batch, config, needed=True) if estimator.name == "gdpo" else None
     kl = SampleKL(stats["kl_sum"], stats["kl_to_go_sum"], stats["kl_to_go_square"]) if kl_in_reward else None
     penalty = loss.reference_policy_kl_penalty if kl_in_reward else 0.0
     try:
@@ -250,7 +250,7 @@ def step_samples(
         rewards=rewards,
         group_ids=_group_ids(batch),
         valid=~rewards.isnan(),
-        rewards_by_name=_named_rewards(batch, config, complete=False),
+        rewards_by_name=_named_rewards(batch, config),
         prompt_lengths=torch.tensor([sample.prompt_length for sample in samples]),
         generated_lengths=batch.trained_tokens,
         truncated=torch.tensor([sample.truncated for sample in samples]),
@@ -270,17 +270,16 @@ def _scaled(rewards: Tensor, scaling: RewardScalingConfig) -> Tensor:
     return scale_reward_values(rewards, **scaling.model_dump(exclude={"enabled"})) if scaling.enabled else rewards
 
 
-def _named_rewards(batch: StepBatch, config: MasterConfig, *, complete: bool = True) -> dict[str, Tensor]:
-    """Return each named reward of all samples, NaN for failed ones. `complete`: raise TargetsError where a sample does
-    not have all of them; else it is NaN there."""
+def _named_rewards(batch: StepBatch, config: MasterConfig, *, needed: bool = False) -> dict[str, Tensor]:
+    """Return each named reward of all samples, NaN for failed ones and where it does not apply. `needed`: raise
+    TargetsError where a sample has none of them."""
     scores = batch.scores
     names = sorted({name for score in scores for name in score.rewards_by_name})
     for sample, score in zip(batch.samples, scores, strict=True):
-        if complete and score.reward is not None and sorted(score.rewards_by_name) != names:
+        if needed and score.reward is not None and not score.rewards_by_name:
             raise TargetsError(
-                f"grpo.adv_estimator gdpo needs the same named rewards of every sample: the step has "
-                f"{names or 'none'}, {sample.uid}#{sample.generation_index} has "
-                f"{sorted(score.rewards_by_name) or 'none'}"
+                f"grpo.adv_estimator gdpo needs named rewards of every sample: the step has {names or 'none'}, "
+                f"{sample.uid}#{sample.generation_index} has none"
             )
     nan = float("nan")
     return {

@@ -52,8 +52,7 @@ def read_result(result: Any, seconds: float, form: FormRules = FormRules()) -> A
             "no item of the output has generation_token_ids: set return_token_id_information for the Gym's model server"
         )
     branches = branches_of(calls)
-    details = response.get("incomplete_details")
-    stopped_by = details.get("reason") if isinstance(details, dict) else None
+    truncated = response.get("status") == "incomplete" or bool(response.get("incomplete_details"))
     turns = f"{len(calls)} turns" + (f" in {len(branches)} branches" if len(branches) > 1 else "")
     if broken:
         turns, reward = f"{turns}; penalised: {', '.join(broken)}; its reward was {reward:g}", 0.0
@@ -63,7 +62,7 @@ def read_result(result: Any, seconds: float, form: FormRules = FormRules()) -> A
         raise AgentFailure(f"the Gym's result has {error}") from error
     states = ("", *(fingerprint(call.prompt) for call in calls[1:]))
     score = Score(reward, calls[-1].text, turns, seconds, _parts(result), turn_rewards=by_turn, turn_states=states)
-    return AgentSample(tuple(map(tuple, branches)), stopped_by == "max_output_tokens", score, prompt_text)
+    return AgentSample(tuple(map(tuple, branches)), truncated, score, prompt_text)
 
 
 def _calls(output: Sequence[Any], form: FormRules) -> list[ModelCall]:

@@ -288,7 +288,8 @@ def advantage_formula(row: Mapping[str, Any]) -> str | None:
     terms: dict[str, Any] = json.loads(row.get("terms") or "{}")
     if row.get("baseline") is not None:
         terms = {"": {"weight": 1.0, "reward": row["shaped_reward"]} | {key: row[key] for key in ("baseline", "scale")}}
-    if row["advantage"] is None or not terms or any(None in term.values() for term in terms.values()):
+    terms = {name: term for name, term in terms.items() if None not in term.values()}  # those that apply
+    if row["advantage"] is None or not terms:
         return None
     for digits in range(4, 18):
         parts, total = [], 0.0

@@ -284,7 +284,7 @@ def test_missing_inputs_are_named() -> None:
         ("gdpo", {"rewards_by_name": {"a": rewards}}, r"not 1 \(a\)"),
         ("gdpo", {"rewards_by_name": {"a": rewards, "b": rewards}, "reward_weights": [1.0]}, "1 entries for the 2"),
         ("gdpo", {"rewards_by_name": {"a": rewards, "b": rewards}, "reward_weights": {"a": 1.0}}, "names"),
-        ("gdpo", {"rewards_by_name": {"a": rewards, "b": rewards * math.nan}}, "named reward 'b'"),
+        ("gdpo", {"rewards_by_name": {"a": rewards, "b": rewards * math.inf}}, "named reward 'b'"),
         ("gdpo", {"kl": kl, "kl_penalty": 0.1}, "use_kl_in_reward=false"),
     ):
         with pytest.raises(ValueError, match=message):

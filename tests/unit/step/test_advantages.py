@@ -132,9 +132,19 @@ def test_gdpo_uses_the_named_rewards() -> None:
 def test_gdpo_names_the_sample_whose_named_rewards_are_missing() -> None:
     with pytest.raises(TargetsError, match="named rewards"):
         targets(config(adv_estimator={"name": "gdpo"}))
-    parts: list[dict[str, float]] = [{"x": 1.0, "y": 0.0}, {"x": 1.0}, {"x": 0.0, "y": 1.0}, {"x": 0.0, "y": 0.0}]
-    with pytest.raises(TargetsError, match="a#1 has \\['x'\\]"):
+    parts: list[dict[str, float]] = [{"x": 1.0, "y": 0.0}, {}, {"x": 0.0, "y": 1.0}, {"x": 0.0, "y": 0.0}]
+    with pytest.raises(TargetsError, match="has \\['x', 'y'\\], a#1 has none"):
         targets(config(adv_estimator={"name": "gdpo"}), [group("a", [1, 0, 0, 1], parts=parts)])
+
+
+def test_gdpo_compares_a_named_reward_among_the_samples_to_which_it_applies() -> None:
+    parts: list[dict[str, float]] = [{"x": 1.0, "y": 1.0}, {"x": 1.0}, {"x": 0.0, "y": 0.0}, {"x": 0.0}]
+    recipe = config(adv_estimator={"name": "gdpo"}, use_leave_one_out_baseline=False)
+    found, _ = targets(recipe, [group("a", [1, 0, 0, 1], parts=parts)])
+    assert found.advantages is not None
+    of_x, of_y = 3**0.5 / 2, 0.5**0.5  # 1/2 over the std of 4 samples, and of 2
+    expected = torch.tensor([of_x + of_y, of_x, -of_x - of_y, -of_x], dtype=torch.float64)
+    assert torch.allclose(found.advantages, expected / expected.std(), atol=1e-5)
 
 
 def test_clipping_is_passed_on_and_reported() -> None:

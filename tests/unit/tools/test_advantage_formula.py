@@ -60,6 +60,7 @@ def test_the_formula_gives_the_advantage(
 ) -> None:
     rewards, ids = steps(seed)
     form = torch.rand(len(rewards), generator=torch.Generator().manual_seed(seed + 100), dtype=torch.float64)
+    form[3] = NAN  # it does not apply to this sample
     estimate = estimate_advantages(
         name, rewards, ids, ~rewards.isnan(), tokens=torch.arange(len(rewards)) + 1,
         rewards_by_name={"right": rewards, "form": form}, **keys,

@@ -104,6 +104,7 @@ def test_a_limit_of_the_last_turn() -> None:
     rollout = read_result(result(response=response), 1.0)
     trajectory = rollout.trajectory("p", 0, [[], []])
     assert trajectory.truncated and trajectory.finish_reason == "length"
+    assert read_result(result(response={"output": list(TWO), "status": "incomplete"}), 1.0).truncated
 
 
 @pytest.mark.parametrize(
