@@ -1,8 +1,6 @@
 """Engines of families whose weights vLLM holds in forms of its own: log-probs against transformers, before and after a
 refit, and after one that was given up."""
 
-import gc
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +8,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from grpo_mcore.driver.engines.engine_group import EngineWorker
 from grpo_mcore.families import engine_options, params_of, read_hf_config, shape_of
-from grpo_mcore.generation.worker_calls import unregistered_tensors
 from grpo_mcore.layout import EngineLayout, PolicyLayout
 from grpo_mcore.refit.plan.plan import plan_refit
 from grpo_mcore.refit.policy_side.sender import RefitSender
@@ -24,10 +18,10 @@ from grpo_mcore.refit.refit import Refit, refit
 from grpo_mcore.tools.demo.tiny_models import ENGINE_SIZES, make_tiny_model
 from grpo_mcore.tools.parity.parity import unstacked
 from tests.functional.engine_cases import Source, config, generate, load_reference, request, worst_difference
-from tests.functional.preload import preload
 from tests.mixed_models import KEPT, make_mixed_model
 from tests.unit.refit.shards import Handle
 
+SLEEPING = "tests.functional.sleeping_worker.SleepingWorker"
 REQUESTS = [request(number) for number in range(8)]
 
 
@@ -39,64 +33,6 @@ def copy_sinks(worker: Any) -> None:
             kernel.process_weights_after_loading = lambda _, copy=kernel.sinks, source=source: copy.copy_(source)
 
 
-class WeightsPool(TorchDispatchMode):
-    """The memory that torch takes while a model is loaded: vLLM's pool of weights in its sleep mode, which needs a GPU.
-    Put to sleep at level 2, as vLLM's worker does it: buffers are copied and come back, everything else is lost."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._storages: dict[int, StorageWeakRef] = {}
-        self._buffers: dict[str, torch.Tensor] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._add(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
-        return result
-
-    def _add(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            handle = tensor.dtype == torch.int64 and tensor.numel() == 1  # the address of what oneDNN has packed
-            if tensor.device.type == "cpu" and tensor.layout == torch.strided and not handle:
-                storage = tensor.untyped_storage()
-                self._storages[storage._cdata] = StorageWeakRef(storage)
-
-    def sleep(self, worker: Any, level: int = 1) -> None:
-        if level != 2:
-            return
-        model, runner = worker.model_runner.model, worker.model_runner
-        self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        self._add(model.parameters())  # a refit on CPU gives them other memory, on a GPU other contents
-        self._add(tensor for module in model.modules() for tensor in unregistered_tensors(module))
-        gc.collect()
-        for reference in self._storages.values():
-            if (storage := torch.UntypedStorage._new_with_weak_ptr(reference.cdata)) is not None:
-                torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xFF)  # NaN in every float
-        for cache in tree_leaves(runner.kv_caches):
-            cache.zero_()  # as what CUDA maps anew
-
-    def wake_up(self, worker: Any, tags: list[str] | None = None) -> None:
-        for name, buffer in worker.model_runner.model.named_buffers() if "weights" in (tags or ["weights"]) else ():
-            buffer.data.copy_(self._buffers.get(name, buffer))
-
-
-@pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> WeightsPool:
-    """Engines of this process load their models into this pool, and sleep."""
-    preload()
-    from vllm.v1.worker.cpu_worker import CPUWorker
-
-    pool, load = WeightsPool(), CPUWorker.load_model
-
-    def load_model(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        with pool:
-            return load(worker, *args, **kwargs)
-
-    monkeypatch.setattr(CPUWorker, "load_model", load_model)
-    monkeypatch.setattr(CPUWorker, "sleep", lambda worker, level=1: pool.sleep(worker, level))
-    monkeypatch.setattr(CPUWorker, "wake_up", lambda worker, tags=None: pool.wake_up(worker, tags))
-    return pool
-
-
 def forget_host_scales(worker: Any) -> None:
     """Let attention have no copies of its scales on the host, which is another memory only on a GPU."""
     for module in worker.model_runner.model.modules():
@@ -104,8 +40,8 @@ def forget_host_scales(worker: Any) -> None:
             module.__dict__.pop(name, None)
 
 
-def weights(worker: Any) -> torch.Tensor:
-    return torch.cat([parameter.flatten() for parameter in worker.model_runner.model.parameters()])
+def weights_are_lost(worker: Any) -> bool:
+    return all(bool(parameter.isnan().all()) for parameter in worker.model_runner.model.parameters())
 
 
 FORMS = ("nemotron_h_latent", "glm4_moe_lite", "qwen3_5_moe_text", "gpt_oss")  # every form; the others under --chaos
@@ -113,18 +49,26 @@ ALIKE = ("glm4_moe", "moonlight", "qwen3_5_text", "qwen3_next", "minimax_m2", "g
 ALIKE += ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3", "qwen3_moe", "nemotron_h")
 
 
-@pytest.mark.parametrize("family", [*FORMS, *(pytest.param(each, marks=pytest.mark.every_state) for each in ALIKE)])
-def test_a_refit_brings_every_weight(tmp_path: Path, family: str, pool: WeightsPool) -> None:
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        *((family, 1) for family in FORMS),
+        ("nemotron_h_latent", 2),
+        *(pytest.param(family, 1, marks=pytest.mark.every_state) for family in ALIKE),
+    ],
+)
+def test_a_refit_brings_every_weight(tmp_path: Path, family: str, ranks: int) -> None:
     folders = [
         make_tiny_model(family, tmp_path / str(seed), seed=seed, words=True, **ENGINE_SIZES.get(family, {}))
         for seed in (0, 1)
     ]
-    shape = shape_of(read_hf_config(folders[0]))
-    plan = plan_refit(params_of(shape), shape, PolicyLayout(), EngineLayout(), dtype="float32", buffer_bytes=2 * 72_000)
+    shape, layout = shape_of(read_hf_config(folders[0])), EngineLayout(ranks)
+    plan = plan_refit(params_of(shape), shape, PolicyLayout(), layout, dtype="float32", buffer_bytes=2 * 72_000)
     assert not plan.fallbacks and len(plan.buckets) > 1
     source = Source(folders[1])
     sender = Handle("policy-0", RefitSender(source, 0, run_id=family.replace("_", "-")))
-    engine = EngineWorker(config(folders[0], **engine_options(shape)), None)
+    options = {"tensor_parallel_size": ranks, "vllm_kwargs": {"worker_cls": SLEEPING}, **engine_options(shape)}
+    engine = EngineWorker(config(folders[0], **options), None)
     handle = Handle(engine.name, engine)
     try:
         engine._llm_engine.collective_rpc(forget_host_scales)
@@ -150,7 +94,7 @@ def test_a_refit_brings_every_weight(tmp_path: Path, family: str, pool: WeightsP
         # A sleep that drops the weights: whatever the refit does not bring would be NaN.
         object.__setattr__(engine.config, "sleep_between_phases", True)
         engine.release(keep_weights=False)
-        assert bool(engine.config.kept) != bool(engine._llm_engine.collective_rpc(weights)[0].isnan().all())
+        assert engine._llm_engine.collective_rpc(weights_are_lost) == [not engine.config.kept] * ranks
         refit([sender], [handle], plan, 4)
         engine.prepare(4)
         for uid, sample in generate(engine, REQUESTS).items():
