@@ -68,15 +68,6 @@ def test_a_checkpoint_equals_its_export_and_an_interrupted_evaluation_goes_on(
     assert code == 0 and (score["num_prompts"], score["num_samples"]) == (5, 5 * SAMPLES), "and no others of the folder"
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (["nowhere/model"], 1, "'nowhere/model' is not a folder here, and could not be fetched"),
-        (["./nowhere"], 1, "there is no folder './nowhere'"),
-        (["eval.k_value=3"], 2, "eval.k_value: 3 is more than the 1 samples of a prompt"),
-        (["data.validation=null"], 1, "data.validation is empty"),
-    ],
-)
 def test_a_checkpoint_of_another_algorithm_is_evaluated_with_its_own_recipe_unless_it_is_damaged(
     sft_run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,6 +87,15 @@ def test_a_checkpoint_of_another_algorithm_is_evaluated_with_its_own_recipe_unle
     assert reason in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["nowhere/model"], 1, "'nowhere/model' is not a folder here, and could not be fetched"),
+        (["./nowhere"], 1, "there is no folder './nowhere'"),
+        (["eval.k_value=3"], 2, "eval.k_value: 3 is more than the 1 samples of a prompt"),
+        (["data.validation=null"], 1, "data.validation is empty"),
+    ],
+)
 def test_mistakes_are_one_message(
     task: Task, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], code: int, message: str
 ) -> None:
