@@ -7,28 +7,19 @@ writes its ground truths), and no unit, unless both have one: then it must be th
 
 import re
 
-from grpo_mcore.environments.math.spellings import plain_characters
+from grpo_mcore.environments.math import spellings
 from grpo_mcore.environments.math.statement import boxes, without_boxes
 from grpo_mcore.environments.math.units import split_unit
 
 _TAIL = 300  # characters of the response in which the answer is looked for
 _ANSWER = re.compile(r"answer[\s*_]*:\s*(?:(?:\$\$|\\\[)\s*)?([^\n]+)", re.IGNORECASE)
 
-_SPACING = re.compile(r"(?:\\[,;:!> ]|\\q?quad(?![a-zA-Z])|\\thinspace(?![a-zA-Z])|~|\{\s*\}|\s+)+")
-_THOUSANDS = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_SPACING.pattern}\d{{3}})+(?!\d)")
-_DECORATION = re.compile(
-    r"\\left(?![a-zA-Z])|\\right(?![a-zA-Z])|\\displaystyle|\^\s*\{?\s*\\circ\s*\}?|\\degree|\\?[%$]|\*\*|°|\\[()\[\]]"
-)
-_TEXT = re.compile(
-    r"\\(?:text(?:bf|it|rm|normal)?|mathrm|mathbf|mathit|mathsf|mbox|fbox|boxed|boldsymbol|bold|bm|emph)\s*\{([^{}]*)\}"
-)
-_FRACTION = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
-_SHORT_FRACTION = re.compile(r"\\frac(\d) ?(\d)(?!\d)")
+_SPACING = re.compile(r"(?:\\[,;:!> ]|\\q?quad(?![a-zA-Z])|~|\s)+")
+_DECORATION = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree|\\?[%$]|\\[()\[\]]")
 _WHOLE_FRACTION = re.compile(r"(?<![\d.)}])\\frac\{(-?\d+)\}\{(\d+)\}(?![\d^!])")
 _QUOTED = re.compile(r"""^(?:"(.*)"|'(.*)'|<([^<>]*)>|“(.*)”)$""")
 _REMARK = re.compile(r"\s+\((?=[^()]*[a-z]{4})[a-zA-Z ,]+\)$")
-_SHORT_ROOT = re.compile(r"\\sqrt(\w)")
-_COMMA = re.compile(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))")
+_COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _LEADING = re.compile(r"(?<![\w.])(-?)(?=\.\d)")
 _ZEROS = re.compile(r"^(-?)0+(?=\d+$)")
 _UNITS = (
@@ -69,28 +60,20 @@ def normalized(answer: str) -> str:
 
 
 def _plain(text: str) -> str:
-    text = _DECORATION.sub("", text.strip().strip("*").rstrip(".").strip())
-    while (plain := _TEXT.sub(r"\1", text)) != text:
-        text = plain
-    text = _UNIT.sub("", text)
-    text = split_unit(text)[0]
-    text = _FRACTION.sub(r"\\frac", text)
-    text = _THOUSANDS.sub(lambda number: _SPACING.sub("", number[0]), text)
-    text = _SPACING.sub(_space_between_numbers, text)
-    text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
-    text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
-    return _COMMA.sub("", text)
+    text = spellings.normalized(text.strip().strip("*").rstrip(".").strip())
+    text = split_unit(_UNIT.sub("", _DECORATION.sub("", text)))[0]
+    return _COMMA.sub("", _SPACING.sub(_space_between_numbers, text.strip()))
 
 
 def _space_between_numbers(spacing: re.Match[str]) -> str:
-    """Keep a space between two digits: 1 1/2 is not 11/2."""
+    """Keep a space between two digits: 5 5 is not 55."""
     text = spacing.string
     between = text[: spacing.start()][-1:].isdigit() and text[spacing.end() :][:1].isdigit()
     return " " if between else ""
 
 
 def _content(answer: str) -> str:
-    text = plain_characters(answer)
+    text = spellings.plain_characters(answer)
     boxed = boxes(text)
     return without_boxes(boxed[-1].content or "") if boxed else text
 

@@ -195,7 +195,7 @@ def _formulas(answer: str, gold: str) -> bool | None:
         return _equal(_parsed(gold_number), _parsed(number))
     if len(sides) > 1 and _NAME.fullmatch(sides[-1]) and not _NAME.fullmatch(gold):  # 5 = n
         sides = sides[::-1]
-    if len(sides) == 1 or _EQUALS.search(gold) or "," in answer or not _sides_agree(answer):
+    if len(sides) == 1 or _EQUALS.search(gold) or "," in re.sub(r"\([^()]*\)", "", answer) or not _sides_agree(answer):
         return False
     are_names_or_numbers = all(_NAME.match(side) or _value(side) is not None for side in sides[:-1])
     return are_names_or_numbers and is_right(sides[-1], gold)

@@ -33,7 +33,8 @@ _LOST = {"\x08": r"\b", "\x0c": r"\f", "\t": r"\t"}  # the escapes of LaTeX in J
 _STRUCK_OUT = re.compile(
     r"~~.+?~~|<(s|del|strike)>.*?</\1>|\\(?:[bx]?cancel|sout|st)\s*\{[^{}]*\}|(?<=[\w)}$])\s\[\d{1,2}\](?=[.\s]*$)|"
     r"\$?\\(?:blacksquare|qed)(?![a-zA-Z])\$?|\$\\[sS]quare\$|[∎■]|\bQ\.?E\.?D\.?(?=\s*$)|"
-    r"\bnot \$?(?:-?[\d.]+|\(?[A-J]\)?)\$?,? but (?=rather |\$?[\dA-J(-])",
+    r"\s\((?:and )?not \$?-?[\d.]+\$?\)|\b(?:not|nicht|pas|no) \$?(?:-?[\d.]+|\(?[A-J]\)?)\$?,? "
+    r"(?:but|sondern|mais|sino) (?=rather |\$?[\dA-J(-])",
     re.DOTALL | re.MULTILINE,
 )
 _EMOJI = re.compile("[\u2600-\u2668\u2670-\u2794\u2798-\u27bf\U0001f000-\U0001faff\ufe0f\u20e3]")
@@ -41,7 +42,7 @@ _EMOJI = re.compile("[\u2600-\u2668\u2670-\u2794\u2798-\u27bf\U0001f000-\U0001fa
 _SPACE = r"(?:\\[,;:! ]|\\(?:thinspace|q?quad)(?![a-zA-Z])|~|\s|\{\s*\})"
 _INSIDE = r"((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)"  # of a pair of braces
 _TEXT = (
-    r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|normal)|boldsymbol|bm|mbox|emph|uline|underline|operatorname)"
+    r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|normal)|bold(?:symbol)?|bm|mbox|emph|uline|underline|operatorname)"
     rf"\s*\{{{_INSIDE}\}}"
 )
 _ONES = "one two three four five six seven eight nine".split()
@@ -142,8 +143,8 @@ FORMULAS: list[Spelling] = [
     (r"\\(?:left|right)(?=\s*[\[\](){}|.\\])|\\(?:(?:display|text|script)style|[bB]ig[lr]?|large|Large|LARGE|huge|Huge|"
      r"boldsymbol|bf|rm|limits|checkmark)(?![a-zA-Z])\s*", "", r"\displaystyle \left( 5 \right)", "( 5 )"),
     (r"\s+", " ", "x +\n 2", "x + 2"),
-    (rf"^(?:{_SPACE}|=|\\approx(?![a-zA-Z])|\\sim(?:eq)?(?![a-zA-Z]))+|(?<!\\)(?:\\[,;:!]|{_SPACE})+$|\\+$", "",
-     r"\, \approx 5\;", "5"),
+    (rf"^(?:{_SPACE}|=>?|[∴⇒⟹→]|\\(?:approx|sim(?:eq)?|therefore|implies|Rightarrow)(?![a-zA-Z]))+|"
+     rf"(?<!\\)(?:\\[,;:!]|{_SPACE})+$|\\+$", "", r"\, \approx 5\;", "5"),
     (rf"(?<=[{OTHER_SCRIPTS}])(?=[-\d$\\])|(?<=\d)(?=[{OTHER_SCRIPTS}])(?![{_CJK_SCALES}])", " ", "有42个", "有 42 个"),
     # Fractions, roots and environments.
     (r"\\(?:[dtc]frac(?![a-zA-Z])|nicefrac|sfrac)", r"\\frac", r"\dfrac{1}{2}", r"\frac{1}{2}"),

@@ -20,6 +20,10 @@ BETWEEN_BOXES = re.compile(
     r"(?<![a-zA-Z])[a-zA-Z](?:_\{?\w\}?)?\s*=)*"
 )
 _BEHIND_A_BOX = re.compile(r"[\s$]*(?:\\\)|\\\])?(\s*(?:_\{?\d+\}?|\\?%|percent\b))?([^\n]*)")
+# A box that is part of a formula, as in "-\boxed{5}" and "\boxed{5} + C"; "2 + \boxed{5} = 7" fills a gap.
+_FORMULA_BEFORE = re.compile(r"(?:\d|-|[\w)}]\s*[*/^<>]\s*|[\d)}=]\s*[-+]\s+|\\(?:times|[lg]eq?)\s*)(?<!=>)(?<!=> )\Z")
+_FORMULA_BEHIND = re.compile(r"\s*(?:\^|\\pm|/\s*\d|(?:[-+*]|\\times|\\cdot)\s*(?:[\d\\(]|[a-zA-Z]\b))(?![^\n]*=)")
+_CASE = re.compile(r"(?:\A|[.;,\n])\W*(?:if|when|for)\b[^.;\n]*\Z", re.IGNORECASE)
 _LIMITED = re.compile(r"[^.,;!?]*\b(?:if|unless|otherwise|bound|at (?:least|most)|or (?:more|less|fewer))\b")
 _OR = re.compile(
     r"(?:\s*\\(?:text|mathrm|mbox)\s*\{\s*,?\s*(?:or|oder|ou)\s*\}|,?(?<![a-zA-Z\\])\s*\b(?:or|oder|ou)\b|"
@@ -30,7 +34,9 @@ _ANSWER_WORD = re.compile(
     r"^[^\w\n]*(?:final )?answer[^\w\n]*$|####|(?:答案|答え|正解|정답|답)[\s*]*(?:就?是|[为為]|は|은|는)?)[\s:*_=]*",
     re.IGNORECASE | re.MULTILINE,
 )
-_SENTENCE_END = re.compile(r"([.!?])(?=[*_]*(?:\s|$))(?!(?<=\d!)\s*[-=+*/\\^<>)])|[\n。！？；]")
+_SENTENCE_END = re.compile(
+    r"([.!?])(?=[*_]*(?:\s|$))(?!(?<=\d!)\s*[-=+*/\\^<>()]|(?<=\b[A-J]\.)[\s*]+[-\d\\$])|[\n。！？；]"
+)
 
 # The words with which a response states an answer in its own name: "So our final answer", "Die richtige Antwort".
 _OF_AN_ASSERTION = set(
@@ -54,7 +60,7 @@ _HAN_OF_AN_ASSERTION = set(
     "所以因此故则综上述最终后正确的是我们得到可知这道题本问应該该选择为结论从而那么答案最終結論正確但"
 )
 # With one of these a word of Chinese, Japanese or Korean states the number behind it; 接近 and 约 do not.
-_BEFORE_A_NUMBER = set("是为為有于於共计計得到即成案值はがも은는이가")
+_BEFORE_A_NUMBER = set("剩是为為有于於共计計得到即成案值はがも은는이가")
 _ANSWER = set("answer answers antwort réponse respuesta resposta risposta antwoord".split())
 _NO_ANSWER = re.compile(
     r"\b(?:no answer|give up|(?:don't|do not|cannot|can't|not) (?:know|say|sure|determine|be determined|solve|find|"
@@ -62,38 +68,41 @@ _NO_ANSWER = re.compile(
     re.IGNORECASE,
 )
 _DISPLAYED = re.compile(r"\\begin\s*\{(\w+\*?)\}.*?\\end\s*\{\1\}|\$\$.*?\$\$|\\\[.*?\\\]", re.DOTALL)
+_END_OF_DISPLAY = re.compile(r"(?<!\\)[.,;]\s*(?=(?:\$\$|\\\]|\\end\s*\{\w+\*?\})\Z)")
+_CHECK = re.compile(r"(?<=\S)\s*\n\W*(?:verification|check|to (?:verify|check))\b.*\Z", re.IGNORECASE | re.DOTALL)
+_PART_OF = re.compile(r"(?<=[^/.\d\\]\d)(?<!\bof \d) of (?:the |these |those |his |her |their |all )?\d+(?= [a-z])")
+_GOES_ON = re.compile(r"\b(?:need|have|want|remains?|going) to (?:compute|find|calculate|determine|solve|check|get)\b")
 _LIST_ITEM = re.compile(r"\n\s*\d+[.)]\s+\S+\s*\Z")  # one of several candidates, or of the steps
 _CONCLUSION = re.compile(r"[,:;]\s|\b(?:so|hence|thus|therefore|and)\s", re.IGNORECASE)
-_DENIED = (
-    r"(?:not|wrong|incorrect|false|mistaken|impossible|invalid|(?:a|an|my|the) (?:mistake|error)|"
-    r"falsch|fausse?|falsa|falso)\b"
-)
+_REFUSED = "wrong|incorrect|rejected|discarded|extraneous|impossible"
+_DENIED = rf"(?:not|false|mistaken|invalid|{_REFUSED}|(?:a|an|my|the) (?:mistake|error)|falsch|fausse?|falsa|falso)\b"
 # What a response says behind its answer where it takes it back: "No, that fails.", "Wait ...", "which is false".
 _TAKEN_BACK = re.compile(
-    rf"(?:^|[.!?:;,(\n—–-])[\W_]*(?:wait|hold on|edit\b|though|nope|hmm+|oops|sorry|correction|actually|scratch that|"
-    rf"on second thought|just kidding|or rather|i disagree|i (?:made|was)|let me (?:re|correct|fix|try)|"
-    rf"but (?:that|this|it|i|the|he|she|they)\b|"
-    rf"(?:no|nein|non)(?=\s*[,.;:!—–]))|"
+    rf"(?:^|[.!?:;,(\n—–-])[\W_]*(?:(?:no,? )?wait|hold on|edit\b|though|nope|hmm+|oops|sorry|correction|actually|"
+    rf"scratch that|on second thought|just kidding|or rather|i disagree|i (?:made|was)|let me (?:re|correct|fix|try)|"
+    rf"but (?:that|this|it|i|the|he|she|they)\b|(?<!^)(?:no|nein|non)(?=\s*[,.;:!—–]))|"
     rf"(?:^\W*|\b(?:this|that|which|it|he|she|they|book|answer|result|value)\s+)(?:is|are|was|were|ist|est|es)\s+{_DENIED}|"
     rf"\((?!\W*[A-J]\b)[^()]{{0,20}}\b(?:wrong|incorrect|false|not)\b|"
-    rf"\b(?:this|that|it|which|check\w*)(?:: this)? fails\b|"
-    r"[不错錯]对?",
+    rf"\b(?:this|that|it|which|check\w*)(?:: this)? fails\b|[不错錯]对?",
     re.IGNORECASE,
 )
 
 # A denial or a doubt: no answer is read from a clause with one of these.
 _DOUBT = re.compile(
-    r"\b(?i:not|no|never|neither|nor|cannot|can be|impossible|fails?|failed|without|maybe|perhaps|possibly|might|could|"
-    r"guess|estimates?|bound|depends?|doubt|wrong|incorrect|assume|suppose|whether|if|unless|unknown|unclear|otherwise|except|"
+    rf"\b(?i:not|no|never|neither|nor|cannot|can be|fails?|failed|without|maybe|perhaps|possibly|might|could|guess|"
+    rf"bound|estimates?|depends?|doubt|{_REFUSED}|your|assume|suppose|whether|if|unless|unknown|unclear|otherwise|except|"
     r"give or take|note|recall|want|prove|nicht|kein|pas|non|não|не|niet|inte|nie)\b|\bmay\b|n't\b|\?|"
     r"\\(?:ne|not|[lc]?dots)(?![a-zA-Z])|\.\.\.|[不没沒非未吗]|ではな|ではあ|じゃな|아니|아닙|않|至少|至多|最多|最少|大于|小于|"
     r"多于|少于|超过|超過|可能|也许|以上|以下|이상|이하|초과|미만|보다|(?<=\d) ?[的の]"
 )
 _CLAUSE = re.compile(
-    r"(?<=\w):\s+|[,;:]\s+(?!(?:and|or)\b(?!\snot\b))(?=i\.e|[^\W\d_A-Z]{2})|"
-    r"\s(?=(?:because|since|so|but|and not|rather than|instead of|which)\b)"
+    r"(?<=\w):\s+|[,;:]\s+(?!(?:and|or)\b(?!\s(?:not|it)\b))(?=i\.e|[^\W\d_A-Z]{2})|"
+    r"\sand (?=(?:so|hence|thus|therefore)\b)|\s(?=(?:because|since|so|but|and not|rather than|instead of|which)\b)"
 )
-_ASIDE = re.compile(r"(?:because|since|as|which|where|not|and not|rather than|instead of)\b")
+_ASIDE = re.compile(
+    r"(?:because|since|as|which (?:is|are|was|were)|whose|where(?= \S+ (?:is|are|=|denotes)\b)|not|and not|rather than|"
+    r"instead of|(?:and )?it (?:occurs|happens|is)|attained|achieved|reached)\b"
+)
 # How a clause begins that explains the answer before it. Any other may change it: "5, plus a constant".
 _EXPLAINS = re.compile(
     r"(?:so|hence|thus|therefore|by|from|using|given|due|after|and|but|while|i\.?e|that is|namely|meaning|making|"
@@ -101,49 +110,63 @@ _EXPLAINS = re.compile(
 )
 _REMARK = re.compile(r"\s\((?=[^()]*[^\W\d_]{3})([^()]*)\)")
 _ARTICLE = re.compile(r"\b[aA]n? (?!and\b|or\b)(?=[^\W\d_]{2}|\d)")
-_TOTAL = re.compile(r"\b(?:(?:an?|the) )?(?:grand )?total of\b")
+_TOTAL = re.compile(
+    r"\b(?:(?:(?:an?|the) )?(?:grand )?total|an? (?:[a-z]+ )?(?:profit|loss|distance|speed|area|perimeter|volume|"
+    r"length|height|width|radius|discount|probability|balance|score|average|cost|price|sum)) of\b|"
+    r"\b(?:comes|adds|sums|turns|boils) (?:out|up|down) to\b"
+)
 _PRONOUN = re.compile(r"\bI (?!and\b|or\b)(?=[a-z]{2})")
 _OPENING = re.compile(
-    r"^(?:in (?:conclusion|summary|short|total|all)|finally|overall|to (?:summarize|conclude)),?\s", re.I
+    r"^(?:(?:in (?:conclusion|summary|short|total|all|the end)|finally|overall|to (?:summarize|conclude)),?|"
+    r"[综上所述因此以故答于是由此得可知最终后]+,|(?:since|after|with|by|[a-z]+ing)\s[^\d\\,]+,)\s",
+    re.IGNORECASE,
 )
 ORDINAL = re.compile(r"\d(?:\W|text)*(?:st|nd|rd|th)\b")
+_NTH = re.compile(r"\bthe \$?\d+\W{0,3}(?:st|nd|rd|th)\W* (?=\w+\b.* (?:is|equals|=) )", re.I)
 _ABOUT_THE_ANSWER = re.compile(r"\banswers?\b.*\d|^(?:If|Unless)\b")
 
 # Words by what they do to the number behind or before them.
+_COPULA = re.compile(r"is|are|was|were|be|been|ist|est|es|è|é|(?:it|that|there|s?he)'s")
+# A verb that leaves the value of its object as it is, as far as it can be told: "exceeds 5" does not state 5.
+_BASE = (
+    r"(?!capp|exceed|round|approach|guess|reduc|exclud|shift|increas|decreas|rais|divid|multipli|add|avoid|miss|lack|los|"
+    r"differ|call|say|claim|think|believ|consider|subtract|suggest|argu|expect|want|besides|minus|plus|times|less|thus|"
+    r"perhaps|versus|across|towards|unless|precede|follow|double|triple|square|halve)[a-z]{3,}"
+)
 _VERB = re.compile(
-    r"(?:is|are|was|were|be|been|ist|est|es|è|é|equals|has|have|had|gives?|gave|gets?|got|obtain|makes?|made|leaves|left|"
-    r"remains?|needs?|pays?|paid|costs?|yields?|found|that|(?:it|that|there|s?he)'s|takes?|took|will|would|arrives|owns|starts|"
-    r"ends|begins|finishes|buys|bought|sells|sold|earns|spends|spent|saves|receives|travels|drives|walks|runs|reads?|"
-    r"produces|sums|totals|amounts|comes|adds|eats|ate|uses|weighs|ran|drove|measures|holds|contains|"
-    r"(?!capp|exceed|round|approach|guess|reduc|exclud|shift|increas|decreas|rais|divid|multipli|add)[a-z]{3,}ed)"
+    r"have|had|gave|get|got|obtain|make|made|making|leave|left|leaving|giving|need|pay|paid|found|that|took|will|would|"
+    rf"bought|sold|spent|ate|read|ran|drove|reste|bleib(?:en|t)|quedan?|hat|ont|tienen?|осталось|{_BASE}ed"
+)
+_WITH_SUBJECT = re.compile(rf"has|{_BASE}s")
+_MODAL = re.compile(
+    r"\b(?:we|they|you|will|would|must|should|shall|can|(?:ha[sd]|have|needs?|able|going) to)(?: each| now| still)?$"
 )
 _FILLERS = set(
     "the a an exactly precisely simply just only now then thus therefore hence so clearly indeed equal to number value "
-    "integer answer final result total of in all about approximately roughly around also still finally definitely "
-    "consequently accordingly certainly actually either both that we it there us him her them you me he she "
-    "they at as".split()
-)
-_OPERATIONS = set(
-    "plus minus times over divided multiplied added subtracted increased decreased raised doubled tripled halved "
-    "squared cubed factorial modulo spelled written read reversed inverted appended backwards upwards downwards".split()
-)
-_QUALIFIERS = set(
-    "gross score percentile first off too consider out of dozen dozens most least best or and point up than".split()
+    "integer answer final result total of in all about approximately roughly around also still finally definitely each "
+    "consequently accordingly certainly actually either both that we it there us him her them you me he she they at as "
+    "length namely donc also 따라서".split()
 )
 _TAIL = set(
-    "in all total altogether together overall combined left remaining away long wide high tall old more exactly "
-    "respectively now today is the answer correct required as well per a an of for square cubic us each to do "
-    "so such".split()
+    "in all total altogether together overall combined left remaining away long wide high tall old more exactly is are "
+    "respectively now today the answer correct required as well per a an of for square cubic us each to do so such "
+    "was were".split()
 )
-_BEFORE_CIRCUMSTANCES = set("of at on for every each per this with during to".split())
+_CIRCUMSTANCE = re.compile(
+    r"\b(?:of|at|on|for|every|each|per|this|with|during|in [A-Z]\w+|(?:in|from|by) (?:the|an?|his|her|their|its)|"
+    r"as (?!many|much|few|well)[a-z]+|to (?!the\b)[a-z]{3,}|satisf(?:y|ies)|works?|suffices?|(?:are|were) (?!the)\w+|"
+    rf"(?<=[a-z] ){_BASE}ed)\b.*"
+)
 _ABOUT = re.compile(r"\b(?:about|approximately|roughly|around)\b|[约約]|大概|接近")
 _COUNTS = re.compile(
-    r"(?:half|halves|thirds?|quarters?|(?:four|fif|six|seven|eigh|nin|ten)ths?|hundredths?|thousandths?|zeros|zeroes|ones|"
-    r"twos|threes|fours|fives|sixes|sevens|eights|nines|tens|dozens?|digits|times|least|most|less|more|fewer|"
-    rf"{'|'.join(sorted(_OPERATIONS | _QUALIFIERS))})"
+    r"hal(?:f|ves)|thirds?|quarters?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?|zeroe?s|ones|twos|threes|"
+    r"fours|fives|sixes|sevens|eights|nines|tens|dozens?|digits|gross|list|score|percentile|first|off|too|consider|out|of|"
+    r"times|least|most|less|fewer|best|or|point|up|than|plus|minus|over|divided|multiplied|added|subtracted|increased|"
+    r"decreased|raised|doubled|tripled|halved|squared|cubed|factorial|modulo|spelled|written|read|reversed|inverted|"
+    r"appended|(?:back|up|down)wards"
 )
 _PLURAL = re.compile(r"(?:s|people|children|men|women|feet|mice|teeth|fish|sheep|percent|money)$")
-_STATES_SOMETHING_ELSE = re.compile(r"\b(?:is|are|was|were)\b(?!.*\b(?:answer|result|solution|left|remaining)\b)")
+_OTHER_CLAIM = re.compile(r"\b(?:is|was|(?:are|were) the)\b(?!.*\b(?:answer|result|solution|left|remaining)\b)")
 _PARTITIVE = re.compile(r"\bof (?:them|these|those|us|it)\b|\bin (?:all|total)\b")
 _SHORT_WORDS = set("of to or is it we so he no if as at be us my by in on an up do".split())
 _FORMULA_WORDS = set("gcd lcm max min".split())
@@ -249,7 +272,9 @@ def _last_boxes(text: str, boxed: list[Box]) -> Statement:
         is_choice = _OR.search(text[before.end : box.start]) is not None
         if content != previous or is_choice:
             joined += (" or " if is_choice else ", ") + content
-    if not is_asserted(text, None, chosen[0].start, chosen[-1].end):
+    inside = _FORMULA_BEFORE.search(text, 0, chosen[0].start) or _FORMULA_BEHIND.match(text, chosen[-1].end)
+    cases = {box.content for box in boxed[max(first - 1, 0) : first + 1] if _CASE.search(text, 0, box.start)}
+    if inside or len(cases) > 1 or not is_asserted(text, None, chosen[0].start, chosen[-1].end):
         return Statement("", "box")
     behind = _BEHIND_A_BOX.match(text, chosen[-1].end)
     if behind and _LIMITED.match(behind[2]):
@@ -262,11 +287,14 @@ def _last_sentence(text: str) -> str:
     """Return the last sentence with a formula, or the last of all where one behind it takes it back."""
     if _LIST_ITEM.search(text):
         return ""
-    text = _DISPLAYED.sub(lambda match: match[0].replace("\n", " "), text)
+    text = _PART_OF.sub("", _CHECK.sub(lambda match: match[0] if is_doubtful(match[0]) else "", text))
+    text = _DISPLAYED.sub(lambda match: _END_OF_DISPLAY.sub("", match[0].replace("\n", " ")), text)
     sentences = [part.strip() for part in re.split(r"(?<=[.!?])\s+|\n", text) if part.strip()]
     if any(_NO_ANSWER.search(sentence) for sentence in sentences):
         return ""
     for sentence in reversed(sentences):
+        if _GOES_ON.search(sentence):
+            return ""
         if sentence.endswith("?") and len(sentences) > 1:
             continue
         plain = normalized(sentence.rstrip(".;"))
@@ -278,18 +306,19 @@ def _last_sentence(text: str) -> str:
 def stated_formula(statement: Statement) -> str | None:
     """Return the formula that a statement gives, with its unit, or its words where it has no formula; None where it
     gives none, or not for certain."""
-    text = normalized(re.sub(r"^#+ |(?<!\\right)(?<!\.)\.$|[,;]+$", "", statement.text.strip()))
+    written = _NTH.sub("the ", statement.text)
+    text = normalized(re.sub(r"^#+ |(?<!\\right)(?<!\.)\.$|[,;]+$", "", written.strip()))
     text = _OPENING.sub("", text)
     text = _ARTICLE.sub("the ", _PRONOUN.sub("we ", _TOTAL.sub("is", text)))
     if text.endswith("?") or not text:
         return None
-    if statement.kind != "box" and ORDINAL.search(statement.text):
+    if statement.kind != "box" and ORDINAL.search(written):
         return None
     if not _words(text):
         return text
     if not any(_is_formula(token) for token in text.split()):
         return text
-    if ORDINAL.search(statement.text) or statement.kind == "text" and _ABOUT_THE_ANSWER.search(text):
+    if ORDINAL.search(written) or statement.kind == "text" and _ABOUT_THE_ANSWER.search(text):
         return None
     remarks = _REMARK.findall(text)
     if any(_OR.search(remark) or _DOUBT.search(remark) for remark in remarks):
@@ -305,11 +334,11 @@ def stated_formula(statement: Statement) -> str | None:
         return None
     if not all(map(_EXPLAINS.match, clauses[clauses.index(stating[0]) + 1 :])):
         return None
-    formula = _formula_of_a_clause(stating[0].split())
+    formula = _formula_of_a_clause(stating[0].split(), statement.kind == "text" or text[0].isupper())
     return None if formula is None else normalized(formula)
 
 
-def _formula_of_a_clause(tokens: list[str]) -> str | None:
+def _formula_of_a_clause(tokens: list[str], is_sentence: bool) -> str | None:
     """Return the formula, or the list of formulas, behind the last verb of a clause, with its unit."""
     words, is_formula = [_word(token) for token in tokens], [_is_formula(token) for token in tokens]
     if True not in is_formula:
@@ -317,10 +346,17 @@ def _formula_of_a_clause(tokens: list[str]) -> str | None:
     end = len(tokens) - is_formula[::-1].index(True)
     start = 0
     for index in range(end - 1):
-        if _VERB.fullmatch(words[index]) or tokens[index] in ("=", ":") and index and not is_formula[index - 1]:
+        word, is_stated = words[index], start and _COPULA.fullmatch(words[start - 1])
+        is_verb = _COPULA.fullmatch(word) or _VERB.fullmatch(word)
+        if not is_verb and index and is_sentence and not is_stated:
+            is_modal = _MODAL.search(" ".join(words[:index])) is not None
+            is_verb = re.fullmatch(_BASE, word) if is_modal else _WITH_SUBJECT.fullmatch(word)
+        if is_verb or tokens[index] in ("=", ":") and index and not is_formula[index - 1]:
             start = index + 1
     first = is_formula.index(True, start)
-    before = {word for word in words[start:first] if re.search(r"[^\W\d_]", word)}
+    has_object = start and end < len(tokens) and not _COPULA.fullmatch(words[start - 1])  # "It took Anna 8 days"
+    before = {_word(token) for token in tokens[start:first] if not (has_object and token.istitle())}
+    before = {word for word in before if re.search(r"[^\W\d_]", word)}
     if not all(word[-1] in _BEFORE_A_NUMBER for word in before - _FILLERS):
         return None
     if not all(is_formula[index] or words[index] in _LISTED for index in range(first, end)):
@@ -328,10 +364,10 @@ def _formula_of_a_clause(tokens: list[str]) -> str | None:
     formula = tokens[first]
     for index in range(first + 1, end):
         formula = f"{formula} {tokens[index]}" if is_formula[index] else formula.rstrip(",") + _LISTED[words[index]]
-    formula, behind = formula.rstrip(".,;:"), " ".join(words[end:])
+    formula, behind = formula.rstrip(".,;:"), " ".join(token.strip(".,;:!()\"'") for token in tokens[end:])
     if re.fullmatch(r"-?\d+", formula) and _ABOUT.search(" ".join(words[:first])):
         return None  # a decimal may be rounded as the question asks; about 5 is a guess
-    if _STATES_SOMETHING_ELSE.search(behind):
+    if _OTHER_CLAIM.search(behind):
         return None
     if not _is_tail(_PARTITIVE.sub("", behind).split(), formula) and behind != "times":
         return None
@@ -342,10 +378,9 @@ def _formula_of_a_clause(tokens: list[str]) -> str | None:
 def _is_tail(words: list[str], formula: str) -> bool:
     """Return whether words behind a formula leave its value as it is: what is counted ("red apples"), a unit, and words
     of a closed list; "every day at the market" does, too. A word that counts ("zeros", "tenths") does not."""
-    if any(_COUNTS.fullmatch(word) and word not in _TAIL for word in words):
+    if any(_COUNTS.fullmatch(word.lower()) and word not in _TAIL for word in words):
         return False
-    counted = itertools.takewhile(lambda word: word not in _BEFORE_CIRCUMSTANCES, words)
-    nouns = [word for word in counted if word and word.isascii() and word not in _TAIL]
+    nouns = [word for word in _CIRCUMSTANCE.sub("", " ".join(words)).split() if word.isascii() and word not in _TAIL]
     return len(nouns) <= 2 and (not nouns or formula in ("1", "-1") or _PLURAL.search(nouns[-1]) is not None)
 
 
