@@ -52,7 +52,7 @@ _PRODUCT = re.compile(r"\d*(?:[a-z]{1,2}|[^\W\d_aeiouA-Z]{3}|[abchkmnpqruvwxyz]{
 _TUPLE_EQUATION = re.compile(r"\(([a-zA-Z,\s]+)\)\s*=\s*\(([^()=]+)\)")
 _ASSIGNMENT = re.compile(r"([a-zA-Z])\s*=\s*([^=()\[\]<>]+)")
 _NEXT = re.compile(r"(?:[,;\s]|\\[ ,;:]|\\q?quad(?![a-zA-Z])|\band\b)+(?=[a-zA-Z]\s*=)")
-_IN_ONE_UNKNOWN = re.compile(r"(?=.*\d)[\d\s+*/^{}().-]*([a-z])(?:[\d\s+*/^{}().-]|\1)*")
+_IN_ONE_UNKNOWN = re.compile(r"(?=.*\d|-)[\d\s+*/^{}().-]*([a-z])(?:[\d\s+*/^{}().-]|\1)*")
 _NAME = re.compile(r"\s*\\?[a-zA-Z]\w*'*\s*(?:_\s*\{?\w+\}?)?\s*(?:\([^()]*\))?\s*$|\\(?:sum|prod|int|lim)(?![a-z])")
 
 

@@ -119,7 +119,9 @@ def _scientific(match: Match) -> str:
 
 def _system(match: Match) -> str:
     lines = match[2].replace("&", "").strip().removesuffix(r"\\").strip()
-    return re.sub(r"\s*\\\\\s*", ", ", re.sub(r"\s*\\\\\s*(?==)", " ", lines))
+    parts = re.split(r"\s*\\\\\s*", re.sub(r"\s*\\\\\s*(?==)", " ", lines))
+    is_value = [re.match(r"[a-zA-Z]\s*=", part) is not None for part in parts]
+    return ", ".join(parts if all(is_value) or not is_value[-1] else parts[-1:])  # a derivation ends with its answer
 
 
 CHARACTERS: list[Spelling] = [

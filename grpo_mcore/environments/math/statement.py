@@ -19,10 +19,10 @@ BETWEEN_BOXES = re.compile(
     r"(?:\s|[,;&$]|\\[,;:!()\[\] ]|\\q?quad(?![a-zA-Z])|\\\\|\band\b|\bor\b|\\text\{\s*,?\s*(?:and|or)?\s*\}|"
     r"(?<![a-zA-Z])[a-zA-Z](?:_\{?\w\}?)?\s*=)*"
 )
-_BEHIND_A_BOX = re.compile(r"[\s$]*(?:\\\)|\\\])?(\s*(?:_\{?\d+\}?|\\?%|percent\b))?([^\n]*)")
+_BEHIND_A_BOX = re.compile(r"[ \t$]*(?:\\\)|\\\])?(\s*(?:_\{?\d+\}?|\\?%|percent\b))?([^\n]*)")
 # A box that is part of a formula, as in "-\boxed{5}" and "\boxed{5} + C"; "2 + \boxed{5} = 7" fills a gap.
-_FORMULA_BEFORE = re.compile(r"(?:\d|-|[\w)}]\s*[*/^<>]\s*|[\d)}=]\s*[-+]\s+|\\(?:times|[lg]eq?)\s*)(?<!=>)(?<!=> )\Z")
-_FORMULA_BEHIND = re.compile(r"\s*(?:\^|\\pm|/\s*\d|(?:[-+*]|\\times|\\cdot)\s*(?:[\d\\(]|[a-zA-Z]\b))(?![^\n]*=)")
+_FORMULA_BEFORE = re.compile(r"(?:\d|-|\w\s*[*/^<>]\s*|[\d)}=]\s*[-+]\s+|\\(?:times|cdot|[lg]eq?)\s*)(?<!=>)(?<!=> )\Z")
+_FORMULA_BEHIND = re.compile(r"\s*(?:\^|\\pm|/\s*\d|(?:[-+*]|\\times|\\cdot)\s*(?:[\d\\(]|[a-zA-Z]\b))")
 _CASE = re.compile(r"(?:\A|[.;,\n])\W*(?:if|when|for)\b[^.;\n]*\Z", re.IGNORECASE)
 _LIMITED = re.compile(r"[^.,;!?]*\b(?:if|unless|otherwise|bound|at (?:least|most)|or (?:more|less|fewer))\b")
 _OR = re.compile(
@@ -70,7 +70,10 @@ _NO_ANSWER = re.compile(
 _DISPLAYED = re.compile(r"\\begin\s*\{(\w+\*?)\}.*?\\end\s*\{\1\}|\$\$.*?\$\$|\\\[.*?\\\]", re.DOTALL)
 _END_OF_DISPLAY = re.compile(r"(?<!\\)[.,;]\s*(?=(?:\$\$|\\\]|\\end\s*\{\w+\*?\})\Z)")
 _CHECK = re.compile(r"(?<=\S)\s*\n\W*(?:verification|check|to (?:verify|check))\b.*\Z", re.IGNORECASE | re.DOTALL)
-_PART_OF = re.compile(r"(?<=[^/.\d\\]\d)(?<!\bof \d) of (?:the |these |those |his |her |their |all )?\d+(?= [a-z])")
+_PART_OF = re.compile(
+    r"(?<=[^/.\d\\]\d)(?<!\bof \d) of (?:the |these |those |his |her |their |all )?\d+(?= [a-z])|"
+    r"(?<=[a-z]) (?:in|within) \d+ (?:second|minute|hour|day|week|month|year)s?(?=[.\s]*\Z)"
+)
 _GOES_ON = re.compile(r"\b(?:need|have|want|remains?|going) to (?:compute|find|calculate|determine|solve|check|get)\b")
 _LIST_ITEM = re.compile(r"\n\s*\d+[.)]\s+\S+\s*\Z")  # one of several candidates, or of the steps
 _CONCLUSION = re.compile(r"[,:;]\s|\b(?:so|hence|thus|therefore|and)\s", re.IGNORECASE)
@@ -80,7 +83,7 @@ _DENIED = rf"(?:not|false|mistaken|invalid|{_REFUSED}|(?:a|an|my|the) (?:mistake
 _TAKEN_BACK = re.compile(
     rf"(?:^|[.!?:;,(\n—–-])[\W_]*(?:(?:no,? )?wait|hold on|edit\b|though|nope|hmm+|oops|sorry|correction|actually|"
     rf"scratch that|on second thought|just kidding|or rather|i disagree|i (?:made|was)|let me (?:re|correct|fix|try)|"
-    rf"but (?:that|this|it|i|the|he|she|they)\b|(?<!^)(?:no|nein|non)(?=\s*[,.;:!—–]))|"
+    rf"(?:but|however,?) (?:that|this|it|i|the|he|she|they)\b|(?<!^)(?:no|nein|non)(?=\s*[,.;:!—–]))|"
     rf"(?:^\W*|\b(?:this|that|which|it|he|she|they|book|answer|result|value)\s+)(?:is|are|was|were|ist|est|es)\s+{_DENIED}|"
     rf"\((?!\W*[A-J]\b)[^()]{{0,20}}\b(?:wrong|incorrect|false|not)\b|"
     rf"\b(?:this|that|it|which|check\w*)(?:: this)? fails\b|[不错錯]对?",
@@ -90,10 +93,10 @@ _TAKEN_BACK = re.compile(
 # A denial or a doubt: no answer is read from a clause with one of these.
 _DOUBT = re.compile(
     rf"\b(?i:not|no|never|neither|nor|cannot|can be|fails?|failed|without|maybe|perhaps|possibly|might|could|guess|"
-    rf"bound|estimates?|depends?|doubt|{_REFUSED}|your|assume|suppose|whether|if|unless|unknown|unclear|otherwise|except|"
-    r"give or take|note|recall|want|prove|nicht|kein|pas|non|não|не|niet|inte|nie)\b|\bmay\b|n't\b|\?|"
-    r"\\(?:ne|not|[lc]?dots)(?![a-zA-Z])|\.\.\.|[不没沒非未吗]|ではな|ではあ|じゃな|아니|아닙|않|至少|至多|最多|最少|大于|小于|"
-    r"多于|少于|超过|超過|可能|也许|以上|以下|이상|이하|초과|미만|보다|(?<=\d) ?[的の]"
+    rf"bound|hoped|tried|ends? in|estimates?|depends?|doubt|{_REFUSED}|your|assume|suppose|whether|if|unless|unknown|"
+    r"unclear|otherwise|except|give or take|note|recall|want|prove|nicht|kein|pas|non|não|не|niet|inte|nie)\b|\bmay\b|"
+    r"n't\b|\?|\\(?:ne|not|[lc]?dots)(?![a-zA-Z])|\.\.\.|[不没沒非未吗]|ではな|ではあ|じゃな|아니|아닙|않|至少|至多|最多|最少|"
+    r"大于|小于|多于|少于|超过|超過|可能|也许|以上|以下|이상|이하|초과|미만|보다|(?<=\d) ?[的の]"
 )
 _CLAUSE = re.compile(
     r"(?<=\w):\s+|[,;:]\s+(?!(?:and|or)\b(?!\s(?:not|it)\b))(?=i\.e|[^\W\d_A-Z]{2})|"
@@ -113,12 +116,12 @@ _ARTICLE = re.compile(r"\b[aA]n? (?!and\b|or\b)(?=[^\W\d_]{2}|\d)")
 _TOTAL = re.compile(
     r"\b(?:(?:(?:an?|the) )?(?:grand )?total|an? (?:[a-z]+ )?(?:profit|loss|distance|speed|area|perimeter|volume|"
     r"length|height|width|radius|discount|probability|balance|score|average|cost|price|sum)) of\b|"
-    r"\b(?:comes|adds|sums|turns|boils) (?:out|up|down) to\b"
+    r"\b(?:comes|adds|sums|turns|boils) (?:out|up|down) to\b|\bleft with\b"
 )
 _PRONOUN = re.compile(r"\bI (?!and\b|or\b)(?=[a-z]{2})")
 _OPENING = re.compile(
     r"^(?:(?:in (?:conclusion|summary|short|total|all|the end)|finally|overall|to (?:summarize|conclude)),?|"
-    r"[综上所述因此以故答于是由此得可知最终后]+,|(?:since|after|with|by|[a-z]+ing)\s[^\d\\,]+,)\s",
+    r"[综上所述因此以故答于是由此得可知最终后したがって]+,|(?:since|after|with|by|[a-z]+ing)\s[^\d\\,]+,)\s",
     re.IGNORECASE,
 )
 ORDINAL = re.compile(r"\d(?:\W|text)*(?:st|nd|rd|th)\b")
@@ -131,11 +134,11 @@ _COPULA = re.compile(r"is|are|was|were|be|been|ist|est|es|è|é|(?:it|that|there
 _BASE = (
     r"(?!capp|exceed|round|approach|guess|reduc|exclud|shift|increas|decreas|rais|divid|multipli|add|avoid|miss|lack|los|"
     r"differ|call|say|claim|think|believ|consider|subtract|suggest|argu|expect|want|besides|minus|plus|times|less|thus|"
-    r"perhaps|versus|across|towards|unless|precede|follow|double|triple|square|halve)[a-z]{3,}"
+    r"hop|omit|surpass|contradict|perhaps|versus|across|towards|unless|precede|follow|double|triple|square|halve)[a-z]{3,}"
 )
 _VERB = re.compile(
     r"have|had|gave|get|got|obtain|make|made|making|leave|left|leaving|giving|need|pay|paid|found|that|took|will|would|"
-    rf"bought|sold|spent|ate|read|ran|drove|reste|bleib(?:en|t)|quedan?|hat|ont|tienen?|осталось|{_BASE}ed"
+    rf"bought|sold|spent|ate|read|ran|drove|reste|bleib(?:en|t)|quedan?|hat|ont|tienen?|beträgt|gilt|vaut|осталось|равн[ао]|что|{_BASE}ed"
 )
 _WITH_SUBJECT = re.compile(rf"has|{_BASE}s")
 _MODAL = re.compile(
@@ -145,7 +148,7 @@ _FILLERS = set(
     "the a an exactly precisely simply just only now then thus therefore hence so clearly indeed equal to number value "
     "integer answer final result total of in all about approximately roughly around also still finally definitely each "
     "consequently accordingly certainly actually either both that we it there us him her them you me he she they at as "
-    "length namely donc also 따라서".split()
+    "another length namely donc also quindi 따라서".split()
 )
 _TAIL = set(
     "in all total altogether together overall combined left remaining away long wide high tall old more exactly is are "
@@ -225,6 +228,7 @@ def last_statement(text: str) -> Statement:
     """Return what a response says last: its last box, with the boxes right before it, or what follows "the answer is",
     "Answer:" or "####" where that comes later; else its last sentence with a formula. A box that is empty or not closed
     is an empty statement."""
+    text = _DISPLAYED.sub(lambda match: _END_OF_DISPLAY.sub("", match[0].replace("\n", " ")), text)
     boxed = boxes(text)
     end = boxed[-1].end if boxed else 0
     for match in reversed(list(_ANSWER_WORD.finditer(text))):
@@ -254,7 +258,7 @@ def is_asserted(text: str, introduction: str | None, start: int, end: int) -> bo
         words |= set(re.findall(r"[\u4e00-\u9fff]", sentence)) - _HAN_OF_AN_ASSERTION
         if words - _OF_AN_ASSERTION or _CONDITION.search(sentence) or re.search('["“”„«»]', clause):
             return False
-    elif _DOUBT.search(clause):
+    elif _DOUBT.search(clause) or re.search(r"\b[pP]rovided\b", sentence):
         return False
     return _TAKEN_BACK.search(text[end:]) is None
 
@@ -272,11 +276,13 @@ def _last_boxes(text: str, boxed: list[Box]) -> Statement:
         is_choice = _OR.search(text[before.end : box.start]) is not None
         if content != previous or is_choice:
             joined += (" or " if is_choice else ", ") + content
-    inside = _FORMULA_BEFORE.search(text, 0, chosen[0].start) or _FORMULA_BEHIND.match(text, chosen[-1].end)
+    end = chosen[-1].end
+    inside = _FORMULA_BEFORE.search(text, 0, chosen[0].start) or _FORMULA_BEHIND.match(text, end)
     cases = {box.content for box in boxed[max(first - 1, 0) : first + 1] if _CASE.search(text, 0, box.start)}
-    if inside or len(cases) > 1 or not is_asserted(text, None, chosen[0].start, chosen[-1].end):
+    is_part = inside and "=" not in text[end:].partition("\n")[0]
+    if is_part or len(cases) > 1 or not is_asserted(text, None, chosen[0].start, end):
         return Statement("", "box")
-    behind = _BEHIND_A_BOX.match(text, chosen[-1].end)
+    behind = _BEHIND_A_BOX.match(text, end)
     if behind and _LIMITED.match(behind[2]):
         return Statement("", "box")
     sign, unit = (behind[1] or "", behind[2].strip(" $.")) if behind else ("", "")
@@ -288,7 +294,6 @@ def _last_sentence(text: str) -> str:
     if _LIST_ITEM.search(text):
         return ""
     text = _PART_OF.sub("", _CHECK.sub(lambda match: match[0] if is_doubtful(match[0]) else "", text))
-    text = _DISPLAYED.sub(lambda match: _END_OF_DISPLAY.sub("", match[0].replace("\n", " ")), text)
     sentences = [part.strip() for part in re.split(r"(?<=[.!?])\s+|\n", text) if part.strip()]
     if any(_NO_ANSWER.search(sentence) for sentence in sentences):
         return ""
