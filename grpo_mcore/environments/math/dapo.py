@@ -14,7 +14,7 @@ from grpo_mcore.environments.math.units import split_unit
 _TAIL = 300  # characters of the response in which the answer is looked for
 _ANSWER = re.compile(r"answer[\s*_]*:\s*(?:(?:\$\$|\\\[)\s*)?([^\n]+)", re.IGNORECASE)
 
-_SPACING = re.compile(r"(?:\\[,;:!> ]|\\q?quad(?![a-zA-Z])|~|\s)+")
+_SPACING = re.compile(r"(?:\\[,;:> ]|\\q?quad(?![a-zA-Z])|~|\s)+")
 _DECORATION = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree|\\?[%$]|\\[()\[\]]")
 _WHOLE_FRACTION = re.compile(r"(?<![\d.)}])\\frac\{(-?\d+)\}\{(\d+)\}(?![\d^!])")
 _QUOTED = re.compile(r"""^(?:"(.*)"|'(.*)'|<([^<>]*)>|“(.*)”)$""")
@@ -60,9 +60,9 @@ def normalized(answer: str) -> str:
 
 
 def _plain(text: str) -> str:
-    text = spellings.normalized(text.strip().strip("*").rstrip(".").strip())
+    text = spellings.normalized(_SPACING.sub(" ", text.strip().strip("*").rstrip(".").strip()))
     text = split_unit(_UNIT.sub("", _DECORATION.sub("", text)))[0]
-    return _COMMA.sub("", _SPACING.sub(_space_between_numbers, text.strip()))
+    return _COMMA.sub("", re.sub(r"\s+", _space_between_numbers, text.strip()))
 
 
 def _space_between_numbers(spacing: re.Match[str]) -> str:
