@@ -128,7 +128,7 @@ def study(recipe: str, fault: Fault, clean: Path) -> str:
     demo, folder = QUICK[recipe], clean.parent / fault.name.replace(" ", "-").replace("/", "by")
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(clean, folder, ignore=shutil.ignore_patterns("logs*", "checkpoints", "model", "*.txt"))
-    words = [*quick_recipe(recipe), "logger.alarms.stop_after=1", *fault.words(recipe)]
+    words = [*quick_recipe(recipe), "grpo.seed=101", "logger.alarms.stop_after=1", *fault.words(recipe)]
     run(folder, ["train", recipe, *words], fault.plant)
     shutil.copytree(clean / demo / "task", folder / demo / "task", dirs_exist_ok=True)
     shutil.copytree(clean / demo / "base", folder / demo / "base", dirs_exist_ok=True)

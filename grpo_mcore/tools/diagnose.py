@@ -134,7 +134,7 @@ def of_prompts(case: DiagnosedRun) -> Iterator[WrongPart]:
     count, again = len({(text, *images[uid]) for uid, text in texts.items()}), case.command("report")
     if 2 * count <= len(texts):
         text = next(iter(texts.values()))
-        alike = f"all {len(texts)} prompts of step {case.step} are {text!r}: no question is in them"
+        alike = f"all {len(texts)} prompts of step {case.step} are the same: {text!r}"
         several = f"{len(texts)} prompts of step {case.step} have {count} texts"
         yield WrongPart("prompts", alike, again) if count == 1 else WrongPart("data", several, again)
     for uid in samples.keys() & case.prompts().keys():

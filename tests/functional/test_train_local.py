@@ -262,7 +262,7 @@ def test_a_run_as_it_should_be_has_nothing_to_name(case: DiagnosedRun, capsys: p
 
 FAULTS: list[tuple[Any, Callable[[Any], object], str, str]] = [
     (of_mask, lambda row: row["policy_logprobs"].insert(0, row["policy_logprobs"].pop()), "mask", "was "),
-    (of_prompts, lambda row: row["turns"][1].update(text="="), "prompts", "are 'Answer.=': no question"),
+    (of_prompts, lambda row: row["turns"][1].update(text="="), "prompts", "are the same: 'Answer.='"),
     (of_prompts, lambda row: row["turns"][1].update(text=str(row["uid"][-1] > "4")), "data", "have 2 texts"),
     (of_prompts, lambda row: row["token_ids"].__setitem__(0, 9), "template", "data and template make '<bos>"),
     (
