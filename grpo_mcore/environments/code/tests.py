@@ -184,8 +184,7 @@ def read_tests(row: Row) -> list[CodeTest]:
                 return tests
             empty = empty or f"there is no test in {field!r}"  # joined tables have an empty list for other rows' field
     raise CodeTestError(
-        empty
-        or f"the code environment needs tests in one of {', '.join(_READERS)}; the prompt has {sorted(row)}"
+        empty or f"the code environment needs tests in one of {', '.join(_READERS)}; the prompt has {sorted(row)}"
     )
 
 

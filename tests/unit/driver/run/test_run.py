@@ -45,7 +45,7 @@ def test_a_failure_is_the_end_in_the_summary_and_in_the_trackers(tmp_path: Path)
 def test_prompts_have_the_stop_strings_of_their_environment(tmp_path: Path) -> None:
     make_tokenizer(tmp_path / "tokenizer")
     (rows := tmp_path / "rows.jsonl").write_text('{"input": "1+1=", "output": "2"}')
-    text = f"{{policy: {{model_name: m}}, data: {{train: {{data_path: {rows}}}}}, env: {{math: {{stop_strings: [=]}}}}}}"
+    text = f"policy: {{model_name: m}}\ndata: {{train: {{data_path: {rows}}}}}\nenv: {{math: {{stop_strings: [=]}}}}"
     (tmp_path / "r.yaml").write_text(text)
     config = load_recipe(str(tmp_path / "r.yaml")).config
     assert _load_data(config, "grpo", load_tokenizer(str(tmp_path / "tokenizer"))).train[0]["stop_strings"] == ["="]
