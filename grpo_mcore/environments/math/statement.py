@@ -104,7 +104,7 @@ _CLAUSE = re.compile(
 )
 _ASIDE = re.compile(
     r"(?:because|since|as|which (?:is|are|was|were)|whose|where(?= \S+ (?:is|are|=|denotes)\b)|not|and not|rather than|"
-    r"instead of|(?:and )?it (?:occurs|happens|is)|attained|achieved|reached)\b"
+    r"instead of|(?:and )?it (?:occurs|happens)|attained|achieved|reached)\b"
 )
 # How a clause begins that explains the answer before it. Any other may change it: "5, plus a constant".
 _EXPLAINS = re.compile(
