@@ -53,8 +53,9 @@ ALIKE += ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3", "qwen3_m
     ("family", "ranks"),
     [
         *((family, 1) for family in FORMS),
-        ("nemotron_h_latent", 2),
+        ("gpt_oss", 2),
         *(pytest.param(family, 1, marks=pytest.mark.every_state) for family in ALIKE),
+        *(pytest.param(family, 2, marks=pytest.mark.every_state) for family in (*FORMS[:3], *ALIKE)),
     ],
 )
 def test_a_refit_brings_every_weight(tmp_path: Path, family: str, ranks: int) -> None:

@@ -220,6 +220,9 @@ class EngineWeights:
             assert target.tensor is not None
             for key, box, dtype in target.copies:
                 self.sums[key] = checksum(target.tensor[_index(box)], dtype)
+            module, name = target.used_by[0]
+            if name == "w2_bias" and vars(module)["moe_config"].tp_rank:  # as vLLM loads it: each rank adds its own
+                target.tensor, target.borrowed = torch.zeros_like(target.tensor), False
         if any(fp8.spans_ranks(*target.used_by[0]) for target in layer):
             self._waiting.append(layer)
         else:
