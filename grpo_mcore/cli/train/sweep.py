@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -159,15 +160,21 @@ def _run_all(
 
 @dataclass
 class Stop:
-    """The signals that ask the sweep to stop, each of which its run gets too."""
+    """The signals that ask the sweep to stop. Its run gets each of them too; the next run, if one comes between two."""
 
     signals: list[int] = field(default_factory=list)
+    unsent: SimpleQueue[int] = field(default_factory=SimpleQueue)
     child: subprocess.Popen[bytes] | None = None
 
     def forward(self, number: int, _frame: FrameType | None) -> None:
         self.signals.append(number)
-        if self.child is not None:
-            self.child.send_signal(number)
+        self.unsent.put(number)
+        self.send()
+
+    def send(self) -> None:
+        with suppress(Empty):
+            while self.child is not None:  # a signal may come at any line here, and sends what is left
+                self.child.send_signal(self.unsent.get_nowait())
 
 
 @contextmanager
@@ -182,18 +189,16 @@ def run_command(words: list[str], output: Path, stop: Stop) -> int:
     """Run a command with its output in a file, which is continued. The signals of `stop` are passed on to it, and it
     does not outlive this process."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until there is a process to pass them on to
-    try:
-        with output.open("a", encoding="utf-8") as file:
-            stop.child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "grpo_mcore.cli.main", *words],
-                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
-                process_group=0,  # a terminal's Ctrl-C goes to the sweep, which passes it on: once
-                preexec_fn=partial(_begin_child, os.getpid(), before),
-            )  # fmt: skip
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with output.open("a", encoding="utf-8") as file:
+        stop.child = subprocess.Popen(
+            [sys.executable, "-P", "-m", "grpo_mcore.cli.main", *words],
+            stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            process_group=0,  # a terminal's Ctrl-C goes to the sweep, which passes it on: once
+            # The kernel sends it once for each thread of the sweep: a second SIGTERM would end the run without saving.
+            preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGUSR1),
+        )  # fmt: skip
+    stop.send()
     code, num_said = None, 0
     while code is None:
         with suppress(subprocess.TimeoutExpired):
@@ -201,13 +206,8 @@ def run_command(words: list[str], output: Path, stop: Stop) -> int:
         if len(stop.signals) > num_said:
             num_said, name = len(stop.signals), signal.Signals(stop.signals[-1]).name
             print(f"{name} is passed on to the run, which stops; a second Ctrl-C ends it at once", flush=True)
+    stop.child = None
     return code
-
-
-def _begin_child(parent: int, mask: set[int | signal.Signals]) -> None:
-    # The kernel sends it once for each thread of the sweep: a second SIGTERM would end the run without saving.
-    die_with_parent(parent, signal.SIGUSR1)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _job_name(recipe: str, run: SweepRun) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mcore.cli.train.sweep import FORWARDED, STOPPED, forwarding, run_command
+from grpo_mcore.cli.train.sweep import FORWARDED, STOPPED, Stop, forwarding, run_command
 
 RUN = """#!/bin/sh
 for name in INT TERM HUP USR1; do trap "echo got $name; exit 75" $name; done
@@ -53,3 +53,12 @@ def test_a_signal_before_the_run_handles_any_ends_it_and_the_sweep(
     with forwarding() as stop:
         assert run_command(["sft"], tmp_path / "output.txt", stop) in STOPPED
     assert stop.signals == [signal.SIGUSR1]
+
+
+def test_a_signal_between_two_runs_ends_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (program := tmp_path / "run").write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    stop = Stop()
+    stop.forward(signal.SIGTERM, None)
+    assert run_command(["sft"], tmp_path / "output.txt", stop) == -signal.SIGTERM
