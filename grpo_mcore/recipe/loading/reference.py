@@ -172,7 +172,7 @@ def _type(annotation: Any, metadata: Any = ()) -> str:
         return "mapping" if arguments[1] is Any else f"mapping to {_type(arguments[1])}"
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return "a section"
-    limits = [f"{sign} {getattr(item, name):g}" for item in metadata for name, sign in _SIGNS if hasattr(item, name)]
+    limits = [f"{sign} {getattr(item, name):.10g}" for item in metadata for name, sign in _SIGNS if hasattr(item, name)]
     return f"{_NAMES[annotation]} {', '.join(limits)}".rstrip()
 
 

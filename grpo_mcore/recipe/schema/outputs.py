@@ -4,7 +4,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from grpo_mcore.recipe.schema.section import CustomCode, NonNegative, OffWhenNull, Positive, PositiveFloat, Section
+from grpo_mcore.recipe.schema.section import (
+    CustomCode,
+    FilledText,
+    NonNegative,
+    OffWhenNull,
+    Positive,
+    PositiveFloat,
+    Section,
+)
 
 
 class WandbConfig(Section):
@@ -86,7 +94,7 @@ class AlarmsConfig(Section):
 class GRPOLoggerConfig(Section):
     """`logger`. A JSONL file with all metrics is always written."""
 
-    log_dir: str = "logs"
+    log_dir: FilledText = "logs"
     """Folder of the logs, relative to the working directory. Each run gets its own folder in it."""
     wandb_enabled: bool = False
     """Log to Weights & Biases."""
@@ -137,7 +145,7 @@ class CheckpointingConfig(Section):
 
     enabled: bool = True
     """Write checkpoints."""
-    checkpoint_dir: str = "results/grpo"
+    checkpoint_dir: FilledText = "results/grpo"
     """Folder of the checkpoints, relative to the working directory. It must be the same on all nodes."""
     metric_name: Annotated[str, Field(pattern=r"^(val|train):.+")] | None = "val:accuracy"
     """Metric that ranks checkpoints: "val:" or "train:" and its name. Graded rewards have no accuracy: their mean is

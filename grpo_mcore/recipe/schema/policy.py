@@ -9,6 +9,7 @@ from grpo_mcore.recipe.schema.megatron import MegatronConfig
 from grpo_mcore.recipe.schema.section import (
     NULL,
     Derived,
+    FilledText,
     Fixed,
     NonNegativeFloat,
     OffWhenNull,
@@ -25,7 +26,7 @@ PackingAlgorithm = Literal[
 class TokenizerConfig(Section):
     """`policy.tokenizer`: the tokenizer and its chat template."""
 
-    name: Derived[str] = NULL
+    name: Derived[FilledText] = NULL
     """Hugging Face name or folder of the tokenizer. null: policy.model_name."""
     chat_template: str | None = None
     """Chat template (Jinja text or a file with it) that replaces the tokenizer's own."""
@@ -87,7 +88,7 @@ class RouterReplayConfig(Section):
 class PolicyConfig(Section):
     """`policy`: the model that is trained."""
 
-    model_name: str
+    model_name: FilledText
     """Hugging Face name or folder of the model."""
     is_vlm: bool = False
     """Whether prompts of agents (NeMo Gym, verifiers) may have images. Other datasets say so by their processor."""

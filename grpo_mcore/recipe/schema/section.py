@@ -27,6 +27,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
+FilledText = Annotated[str, Field(min_length=1)]  # "" comes from a variable that is not set
 
 # For sections whose default is "off": `async_grpo: null` means the same as leaving the section out.
 OffWhenNull = BeforeValidator(lambda value: {} if value is None else value)

@@ -53,6 +53,7 @@ _EXPECTED = {
     "finite_number": "a finite number",
     "bool_type": "true or false",
     "string_type": "text",
+    "string_too_short": "a text that is not empty",
     "list_type": "a list",
     "dict_type": "a mapping of keys",
     "model_type": "a mapping of keys",
@@ -211,7 +212,7 @@ def _message(error: Any, key: str, written: str) -> str:
         return f"expected {_EXPECTED[kind]}{null}, got {in_yaml(value)}"
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
-        return f"must be {words} {context[name]:g}, got {in_yaml(value)}"
+        return f"must be {words} {context[name]:.10g}, got {in_yaml(value)}"
     if kind == "string_pattern_mismatch" and key in _FORMS:
         return f"expected {_FORMS[key]}, got {in_yaml(value)}"
     reason = context["error"] if kind == "value_error" else error["msg"]  # value_error: a validator of ours

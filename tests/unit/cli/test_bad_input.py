@@ -91,7 +91,7 @@ def refuse(
          "policy.megatron_cfg.optimizer.lr: must be at most 100000, got 1e+30"),
         ("grpo.seed=one", "grpo.seed: expected a whole number, got 'one'"),
         ('policy.generation.stop_strings=[""]',
-         "policy.generation.stop_strings.0: String should have at least 1 character, got ''"),
+         "policy.generation.stop_strings.0: expected a text that is not empty, got ''"),
         (
             "policy.train_global_batch_size=6",
             "policy.train_global_batch_size: 4 prompts x 4 generations = 16 samples do not divide into optimizer "
