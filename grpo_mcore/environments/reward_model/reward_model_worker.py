@@ -80,7 +80,8 @@ class Classifier:
         prompt = "\n\n".join(map(_as_text, conversation[:-1]))
         parts = {"{prompt}": prompt, "{response}": content_text(conversation[-1]["content"])}
         text = re.sub("{prompt}|{response}", lambda mark: parts[mark[0]], self.text_template)  # in one pass
-        return list(self.tokenizer(text)["input_ids"])
+        tokens, first = list(self.tokenizer(text)["input_ids"]), self.tokenizer.bos_token_id
+        return tokens[1:] if tokens[:2] == [first, first] else tokens  # the template has it, and so the tokenizer
 
     @torch.inference_mode()
     def forward(self, sequences: Sequence[Sequence[int]]) -> list[float]:

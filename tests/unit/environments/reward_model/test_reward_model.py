@@ -6,10 +6,12 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -237,11 +239,22 @@ def test_marks_in_the_prompt_are_text_and_its_calls_are_shown(folder: Path) -> N
     classifier = Here(folder).score
     classifier.text_template = "{prompt}={response}"
     call = {"type": "function", "function": {"name": "1", "arguments": {"1": 2}}}
-    texts: list[str] = []
-    classifier.tokenizer = lambda text: texts.append(text) or {"input_ids": [1]}
+    classifier.tokenizer = Mock(return_value={"input_ids": [1]}, bos_token_id=None)
     prompt = [{"role": "user", "content": "{response}+"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     classifier.tokens([*prompt, {"role": "assistant", "content": "{prompt}"}])
-    assert texts == ['{response}+\n\n{"name": "1", "arguments": {"1": 2}}={prompt}']
+    classifier.tokenizer.assert_called_once_with('{response}+\n\n{"name": "1", "arguments": {"1": 2}}={prompt}')
+
+
+def test_the_first_token_of_a_text_comes_from_its_template_or_from_the_tokenizer(folder: Path) -> None:
+    classifier = Here(folder).score
+    tokenizer = classifier.tokenizer
+    first = tokenizer.bos_token = "+"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{first} $A", special_tokens=[(first, tokenizer.bos_token_id)]
+    )
+    for classifier.text_template in ("{prompt}={response}", first + "{prompt}={response}"):
+        ids = classifier.tokens([{"role": "user", "content": "3"}, {"role": "assistant", "content": "5"}])
+        assert ids == tokenizer.convert_tokens_to_ids(["+", "3", "=", "5"])
 
 
 @pytest.mark.parametrize("reward", [None, -3.0])
