@@ -12,13 +12,13 @@
 #     project             grpo_mcore from this folder
 #     imports             each extension is imported, not only looked for
 #   and, only when it is named:
-#     samples             one source of each package of kernels is compiled and linked: minutes on two cores
 #     cudnn               a newer cuDNN than torch names, with which attention sinks (gpt-oss) can be trained; after all others
 #
 #   VENV=.venv-gpu        where the environment is
 #   PYTHON=python3.12     interpreter that makes it
 #   NVTE_CUDA_ARCHS=90    all is compiled for these architectures; 90 is H100 and H200, "90;100" adds B200
 #   MAX_JOBS=8            compilers at a time; each takes up to 8 GB of memory
+#   ONLY=                 names of .cu files: the others are left empty, to check the set-up on two cores
 #   EDITABLE=1            0: copy the project into the environment, as the image does
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -64,16 +64,28 @@ use_pips_cuda() {
     # The setup.py of both packages of kernels names up to nine architectures and asks for no other.
     cat >"$VENV/nvcc" <<'EOF'
 #!/usr/bin/env bash
-# nvcc, which compiles for NVTE_CUDA_ARCHS in place of the architectures that it is told.
-words=() told=
+# nvcc, which compiles for NVTE_CUDA_ARCHS in place of the architectures that it is told, and an empty file in place of each
+# source that ONLY does not name.
+words=() told='' source='' folder=${0%/*}
 while [ $# -gt 0 ]; do
-    if [ "$1" = -gencode ]; then told=1 && shift; else words+=("$1"); fi
+    case $1 in
+    -gencode) told=1 && shift ;;
+    *.cu)
+        source=${1##*/}
+        if [[ " ${ONLY:-$source} " == *" $source "* ]]; then words+=("$1"); else words+=("$folder/none.cu") source=''; fi
+        ;;
+    *) words+=("$1") ;;
+    esac
     shift
 done
 for arch in ${told:+${NVTE_CUDA_ARCHS//;/ }}; do words+=(-gencode "arch=compute_$arch,code=sm_$arch"); done
-exec "$CUDA_HOME/bin/nvcc" "${words[@]}"
+"$CUDA_HOME/bin/nvcc" "${words[@]}" || exit
+[ -z "$source" ] || echo "[setup] compiled $source in $SECONDS s" >>"$folder/compiled.txt"
 EOF
-    chmod +x "$VENV/nvcc"
+    # With ONLY the C++ sources are all compiled, which takes half as long without optimization.
+    printf '#!/bin/sh\nexec g++ "$@" -O0\n' >"$VENV/g++"
+    touch "$VENV/none.cu" && chmod +x "$VENV/nvcc" "$VENV/g++"
+    [ -z "${ONLY-}" ] || export CXX=$(realpath "$VENV/g++")
     # None of the three asks its project's releases for a binary, which has no hash.
     export PYTORCH_NVCC=$(realpath "$VENV/nvcc") NVTE_PYTORCH_FORCE_BUILD=TRUE
     export CAUSAL_CONV1D_FORCE_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE
@@ -109,7 +121,7 @@ build-essential python3.12-dev"
 }
 
 # Its dependencies come in the versions of the lock, where that has them. Nothing comes from pip's cache, here and in the next
-# step: what was compiled once may be for another torch or for other architectures.
+# step: what was compiled once may be for another torch or other architectures.
 install_transformer_engine() {
     use_pips_cuda
     sed 's/ --hash=.*//' "$LOCK" >"$VENV/constraints.txt"
@@ -126,33 +138,7 @@ install_kernels() {
     use_pips_cuda
     # shellcheck disable=SC2046
     pip_install --no-cache-dir --no-deps --no-build-isolation $(kernel_packages)
-}
-
-# With the flags of each package's setup.py.
-compile_samples() {
-    use_pips_cuda
-    local folder python convolution scan package source
-    folder=$(mktemp -d) python=$(realpath "$VENV/bin")/python
-    # shellcheck disable=SC2064
-    trap "rm -rf '$folder'" EXIT
-    read -r convolution scan _ <<<"$(kernel_packages)"
-    while read -r package source; do
-        "$python" -m pip download -q --no-deps --no-build-isolation --no-binary :all: -d "$folder/$source" "$package"
-        (cd "$folder/$source" && tar -xzf ./*.tar.gz --strip-components 1 && "$python" - "$source" <<'EOF'
-import distutils.core, sys, time, setuptools
-source, sys.argv = sys.argv[1], ["setup.py"]
-package = distutils.core.run_setup("setup.py", stop_after="init")
-(extension,) = package.ext_modules
-extension.sources = [path for path in map(str, extension.sources) if path.endswith("/" + source)]
-started = time.monotonic()
-package.run_command("build_ext")
-print(f"[setup] compiled and linked {source} of {package.get_fullname()} in {time.monotonic() - started:.0f} s")
-EOF
-        ) || fail "$source of $package does not compile (above)"
-    done <<EOF
-$convolution causal_conv1d_fwd.cu
-$scan selective_scan_fwd_bf16.cu
-EOF
+    cat "$VENV/compiled.txt"
 }
 
 # With torch's, TransformerEngine refuses the backward pass of sinks in packed rows.
@@ -173,12 +159,17 @@ prefetch_kernels() {
 engines then compile at their first start, with the nvcc that pip has installed"
 }
 
-# In a process each: one that fails must not hide the others, and some cannot be imported together.
+# In a process each: one that fails must not hide the others, and some cannot be imported together. With ONLY functions are
+# missing, and looked up when they are called.
 check_imports() {
-    local module why failed=()
+    local module first why failed=() lazy=${ONLY:+import os, sys; sys.setdlopenflags(os.RTLD_LAZY); }
     for module in torch vllm megatron.core ray transformers flashinfer transformer_engine.pytorch causal_conv1d mamba_ssm \
         fla grpo_mcore.tools.launch; do
-        if why=$("$VENV/bin/python" -W ignore -c "import $module" 2>&1); then
+        case $module in  # as the policy's workers, else TransformerEngine does not find the libraries that torch brings
+        megatron.core | transformer_engine.pytorch) first='import grpo_mcore.parallel.platform as p; p.load_torchs_cudnn(); ' ;;
+        *) first='' ;;
+        esac
+        if why=$("$VENV/bin/python" -W ignore -c "$lazy${first}import $module" 2>&1); then
             say "  $module"
         else
             say "  $module: $(tail -n 1 <<<"$why")"
@@ -199,7 +190,6 @@ run_step() {
     project) install_project ;;
     prefetch) prefetch_kernels ;;
     imports) check_imports ;;
-    samples) compile_samples ;;
     cudnn) install_cudnn ;;
     *) fail "there is no step $1; $0 begins with a list" ;;
     esac
