@@ -150,8 +150,9 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         own_uid = datum.get("uid")
         uid = uid_text(row.get("uid") if own_uid is None or own_uid == "" else own_uid, f"{task}:{idx}")
         stops = datum.get("stop_strings") or spec.stop_strings
-        own = {"task_name": task, "uid": uid} | ({"stop_strings": stops} if stops else {})
-        return cast(DatumSpec, {**datum, **own})
+        if stops:
+            datum = {**datum, "stop_strings": stops}
+        return cast(DatumSpec, {**datum, "task_name": task, "uid": uid})
 
     def usable(self, idx: int) -> bool:
         """Return False where the row is too long, marked as unusable, or cannot be made a prompt. The answer is kept: a

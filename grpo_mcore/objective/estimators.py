@@ -155,10 +155,10 @@ def remax_advantages(
     if first is None:
         raise ValueError("remax subtracts the reward of each group's first sample: pass which samples are first")
     groups = group_stats(rewards, group_ids, valid)
-    given = (first & groups.valid).to(torch.float64)
+    counted = (first & groups.valid).to(torch.float64)
     baseline, known = (
         torch.zeros_like(groups.mean).index_add(0, groups.index, part)[groups.index]
-        for part in (torch.where(given > 0, rewards.to(torch.float64), 0.0), given)
+        for part in (torch.where(counted > 0, rewards.to(torch.float64), 0.0), counted)
     )
     advantages = torch.where(groups.valid & (known > 0), rewards.to(torch.float64) - baseline, 0.0)
     return AdvantageEstimate(advantages, groups, terms={"": advantage_term(rewards, advantages)})

@@ -28,12 +28,11 @@ from grpo_mcore.rollout.datum import field_of
 
 log = logging.getLogger(__name__)
 
-_TABLES = {".parquet": "parquet", ".arrow": "arrow"}
 _TEXT_TABLES = {".csv": "csv", ".tsv": "csv", ".csv.gz": "csv", ".tsv.gz": "csv"}
-_FILE_TYPES = _TABLES | _TEXT_TABLES
+_FILE_TYPES = {".parquet": "parquet", ".arrow": "arrow"} | _TEXT_TABLES
 _HUB = "hf://datasets/"
 _OF_A_CARD = ("name", "version", "data_dir", "data_files", "description", "features", "sep", "delimiter")
-"""What a data set's card may say of its text files, which are read by themselves all the same."""
+"""Settings in the card of a data set with which its text files are still read here; others are left to `datasets`."""
 _PACKED_TEXT = re.compile(r"\.(csv|tsv|jsonl?|ndjson|jsonlines)\.(?!gz$)\w+$")
 _TRIED_ROWS = 1_000
 _REASON = 300  # characters of an error of `datasets`

@@ -102,8 +102,8 @@ def of_responses(body: Mapping[str, Any]) -> dict[str, Any]:
     items = [{"role": "user", "content": items}] if isinstance(items, str) else items
     if not isinstance(items, list) or not items:
         raise DialectError("input: a text or a list of items is needed")
-    named = _functions(_list(body, "tools"))
-    tools = [{**tool, "name": scoped(space, tool.get("name"))} if space else tool for space, tool in named]
+    with_spaces = _functions(_list(body, "tools"))
+    tools = [{**tool, "name": scoped(space, tool.get("name"))} if space else tool for space, tool in with_spaces]
     try:
         messages = ItemReader().read(msgspec.convert(items, list[Item]))
         messages = read_messages(with_instructions(messages, body.get("instructions")), "input", data_url)
@@ -154,8 +154,8 @@ def _kind(part: Any) -> str:
 def as_response(answer: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
     """Return a chat completion as an answer of /v1/responses."""
     (choice,), usage = answer["choices"], answer["usage"]
-    named = [(space, tool["name"]) for space, tool in _functions(request.get("tools") or ()) if space]
-    spaces = {scoped(space, name): {"namespace": space, "name": name} for space, name in named}
+    names = [(space, tool["name"]) for space, tool in _functions(request.get("tools") or ()) if space]
+    spaces = {scoped(space, name): {"namespace": space, "name": name} for space, name in names}
     message, cut = choice["message"], choice["finish_reason"] in ("length", "abort")
     status = "incomplete" if cut else "completed"
     output: list[dict[str, Any]] = []

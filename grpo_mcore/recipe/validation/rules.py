@@ -72,7 +72,7 @@ DERIVED: dict[str, Callable[[RecipeSections], Any]] = {
     "images": uses_images,
     "rewards": trains_on_rewards,
 }
-"""What `if` may name besides keys."""
+"""Facts of a recipe that a rule may name under `if`, besides keys."""
 
 
 def _value(config: Any, key: str) -> Any:

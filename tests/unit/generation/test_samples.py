@@ -1,4 +1,4 @@
-"""What vLLM is asked for, and what it keeps: its own values beside ours."""
+"""The sampling parameters that a request gives vLLM, and its own defaults beside them."""
 
 from __future__ import annotations
 
