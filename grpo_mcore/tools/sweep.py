@@ -3,14 +3,14 @@
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_mcore.observe.band import MIN_SEEDS, Band, make_band
 from grpo_mcore.observe.run_folder import read_object
-from grpo_mcore.recipe import Algorithm, RecipeError, load_recipe
+from grpo_mcore.recipe import Algorithm, Recipe, RecipeError, algorithm_of, load_recipe
 from grpo_mcore.recipe.loading.merge import override
 from grpo_mcore.tools.launch.spec import code_revision
 from grpo_mcore.tools.report.run_files import NoRun, RunFiles, find_run, read_run
@@ -69,10 +69,17 @@ PLACES = {"logger.log_dir": "logs", "checkpointing.checkpoint_dir": "checkpoints
 
 
 def sweep_runs(
-    recipe: str, words: Sequence[str], seeds: int, folder: Path, algorithm: Algorithm = "grpo"
+    recipe: str,
+    words: Sequence[str],
+    seeds: int,
+    folder: Path,
+    checked_algorithm: Callable[[Recipe], Algorithm] = lambda recipe: algorithm_of(recipe.config),
+    below: Sequence[str] = (),
 ) -> list[SweepRun]:
     """Return the runs of a sweep: all combinations of the values of `words`, each with `seeds` seeds, which begin with
     the recipe's. All runs have the words with one value; `preset=a,b` names files of recipes/presets/.
+    `checked_algorithm` returns what the command trains, and raises if it would refuse the recipe; `below`: overrides
+    that the command sets below the words.
 
     Raises SweepError if nothing varies, RecipeError, before anything starts, if one of the recipes is wrong.
     """
@@ -94,12 +101,13 @@ def sweep_runs(
     for chosen in itertools.product(*varied):
         setting = ",".join(f"{key.rpartition('.')[2] if shorten else key}={value}" for key, value in chosen)
         overrides = [*fixed, *(_override(key, value) for key, value in chosen)]
-        config = load_recipe(recipe, overrides).config
+        loaded = load_recipe(recipe, [*below, *overrides])
+        config, algorithm = loaded.config, checked_algorithm(loaded)
         first, mirror = getattr(config, algorithm).seed if seeds > 1 else 0, config.checkpointing.mirror
         section: str = algorithm
         if config.on_policy_distillation.enabled:
             try:
-                load_recipe(recipe, [*overrides, f"{algorithm}.seed={first + 1}"])
+                load_recipe(recipe, [*below, *overrides, f"{algorithm}.seed={first + 1}"])
             except RecipeError:  # it contradicts the recipe's distillation.seed
                 section = "distillation"
         for seed in range(first, first + seeds) if seeds > 1 else [None]:
@@ -109,7 +117,7 @@ def sweep_runs(
             run_words += [override(key, str(run_folder / inside)) for key, inside in PLACES.items()]
             if mirror is not None:
                 run_words.append(f"checkpointing.mirror={mirror.rstrip('/')}/{run_folder.name}")
-            load_recipe(recipe, run_words)
+            load_recipe(recipe, [*below, *run_words])
             runs.append(SweepRun(setting or "all", seed, run_folder, tuple(run_words)))
     if len({run.folder for run in runs}) < len(runs):
         raise SweepError(f"two runs would share a folder: {', '.join(run.name for run in runs)}")

@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Overrides go to the recipe."""
-    if args.quick and args.recipe not in QUICK:
-        print(f"grpo-mcore demo: --quick is of {' or '.join(QUICK)}; run {args.recipe} without it", file=sys.stderr)
+    if reason := no_demo(args.recipe, quick=args.quick):
+        print(f"grpo-mcore demo: {reason}", file=sys.stderr)
         return 2
     with ExitStack() as held:
         if args.recipe == DISTILL:
@@ -50,6 +50,12 @@ def run(args: argparse.Namespace) -> int:
         if args.recipe == VISION:
             return _vision(args.overrides, held, quick=args.quick)
         return _grpo(args.recipe, args.overrides, held, quick=args.quick)
+
+
+def no_demo(recipe: str, *, quick: bool) -> str | None:
+    """Return why a recipe has no (quick) demo; None if it has one."""
+    recipes = QUICK if quick else FOLDERS
+    return None if recipe in recipes else f"{recipe} has no {'quick ' * quick}demo; {', '.join(recipes)} have one"
 
 
 def _begin(folder: Path, held: ExitStack) -> None:

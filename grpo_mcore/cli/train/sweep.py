@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 from grpo_mcore.base.processes import die_with_parent
 from grpo_mcore.base.stopping import handled, is_ignored
 from grpo_mcore.cli.numbers import count
-from grpo_mcore.cli.train.train import VERBS
+from grpo_mcore.cli.train.train import VERBS, algorithm_by_verb
 from grpo_mcore.observe.exit_codes import INTERRUPTED, STOPPED_EARLY, TERMINATED
-from grpo_mcore.recipe import load_recipe, recipe_name
+from grpo_mcore.recipe import Algorithm, Recipe, load_recipe, recipe_name
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -71,26 +71,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run what is not finished, then print the table and write the page. Return 0 if every run is finished, 75 if a run
     was stopped on request, else 1."""
+    from grpo_mcore.cli.train.demo import no_demo, quick_recipe
+    from grpo_mcore.observe.logger import check_loggers
     from grpo_mcore.recipe.loading.load import presets_of
     from grpo_mcore.tools.sweep import check_band, claim_band, claim_folder, state, sweep_runs
 
     folder = args.folder or Path("results/sweeps") / recipe_name(args.recipe)
+    demo, below = args.algorithm in DEMOS, list[str]()
     if args.jobs != "local":
         if args.algorithm != "grpo":
             print("grpo-mcore sweep: jobs train with GRPO; run sft, dpo and rm with --jobs local", file=sys.stderr)
             return 2
         command = ["launch", args.jobs, args.recipe]
+    elif demo:
+        quick = args.algorithm == "demo-quick"
+        if reason := no_demo(args.recipe, quick=quick):
+            print(f"grpo-mcore sweep: {reason}", file=sys.stderr)
+            return 2
+        command, below = [*DEMOS[args.algorithm], f"--recipe={args.recipe}"], quick_recipe(args.recipe) if quick else []
     else:
-        command = [VERBS.get(args.algorithm, ""), args.recipe, "--resume", "auto"]
-        if args.algorithm in DEMOS:
-            command, args.algorithm = [*DEMOS[args.algorithm], f"--recipe={args.recipe}"], "grpo"
-    runs = sweep_runs(args.recipe, args.overrides, args.seeds, folder, args.algorithm)
+        command = [VERBS[args.algorithm], args.recipe, "--resume", "auto"]
+
+    def algorithm(recipe: Recipe) -> Algorithm:
+        if args.jobs == "local":
+            check_loggers(recipe.config.logger)
+        return "grpo" if demo else algorithm_by_verb(VERBS[args.algorithm], recipe)
+
+    # The band that it writes may not be there yet, or be of other sizes.
+    words = args.overrides if args.band is None else [*args.overrides, "logger.alarms.band=null"]
+    runs = sweep_runs(args.recipe, words, args.seeds, folder, algorithm, below)
     if args.band is not None:
         check_band(runs)
-        band = load_recipe(args.recipe, runs[0].words).config.logger.alarms.band
-        if band is not None or command[0] == "demo":  # it may not be there yet, or be of other sizes
-            words = [*args.overrides, "logger.alarms.band=null"]
-            runs = sweep_runs(args.recipe, words, args.seeds, folder, args.algorithm)
     if len(presets := [Path(name).name for name in presets_of(args.overrides)]) > 1:
         print(f"each run has all presets, {', '.join(presets)}; preset={','.join(presets)} compares them")
     if not args.dry_run:

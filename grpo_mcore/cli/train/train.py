@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train as the recipe says."""
     recipe = load_recipe(args.recipe, args.overrides)  # a wrong recipe shows before torch is imported
-    config, algorithm = recipe.config, _algorithm(args.verb, recipe)
+    config, algorithm = recipe.config, algorithm_by_verb(args.verb, recipe)
     if algorithm != "grpo" and (args.validate_only or args.follow is not None):
         option = "--validate-only" if args.validate_only else "--follow"
         raise RecipeError([Problem(DEFAULT, algorithm, f"{option} is for GRPO")], shown(recipe.path))
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     return run_to_end(algorithm, config, args.resume)
 
 
-def _algorithm(verb: str, recipe: Recipe) -> Algorithm:
+def algorithm_by_verb(verb: str, recipe: Recipe) -> Algorithm:
     """Return the algorithm that a verb runs: the recipe's for `train`, else the verb's own. Raises RecipeError for
     a recipe that `dpo`, `rm` or `distill` cannot run."""
     algorithm = algorithm_of(recipe.config)

@@ -11,7 +11,7 @@ from grpo_mcore.cli.main import main
 from grpo_mcore.cli.train import sweep
 from grpo_mcore.cli.train.sweep import Stop, _show, run_command
 from grpo_mcore.observe.band import read_band
-from grpo_mcore.recipe import RecipeError, load_recipe
+from grpo_mcore.recipe import RecipeError, algorithm_of, load_recipe
 from grpo_mcore.tools.sweep import SweepError, SweepRun, by_setting, claim_folder, split_values, state, sweep_runs
 
 DEMO = "grpo-arithmetic-cpu"
@@ -123,6 +123,32 @@ def test_a_dry_run_prints_the_commands(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["sweep", DEMO, *words, "--jobs", "k8s", "--algorithm", "sft"]) == 2
     assert main(["sweep", DEMO, *words, "--preset", "gspo", "--preset", "async"]) == 0
     assert "each run has all presets, gspo, async; preset=gspo,async compares them" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "reason"),
+    [
+        (["grpo-nano-v3-cpu", "--algorithm", "demo-quick"], 2, "grpo-nano-v3-cpu has no quick demo; "),
+        ([f"recipes/{DEMO}.yaml", "--algorithm", "demo"], 2, f"recipes/{DEMO}.yaml has no demo; "),
+        ([DEMO, "--algorithm", "demo-quick", "cluster.num_nodes=2"], 2, "the local backend runs one rank in this"),
+        ([DEMO, "--algorithm", "dpo"], 2, "the recipe needs a section dpo"),
+        ([DEMO, "logger.alarms.band=nowhere.json"], 1, "nowhere.json is no band"),
+    ],
+)
+def test_what_each_run_would_refuse_is_refused_before_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, reason: str
+) -> None:
+    assert main(["sweep", *words, "--seeds", "2", "--folder", str(tmp_path / "s")]) == code
+    assert reason in capsys.readouterr().err and not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("recipe", ["dpo", "sft", "rm", DEMO])
+def test_without_an_algorithm_a_sweep_trains_that_of_the_recipe(tmp_path: Path, recipe: str) -> None:
+    before = load_recipe(recipe).config
+    for run in sweep_runs(recipe, [], 2, tmp_path):
+        config = load_recipe(recipe, run.words).config
+        assert algorithm_of(config) == algorithm_of(before)
+        assert getattr(config, algorithm_of(config)).seed == run.seed
 
 
 def test_the_finished_runs_of_twenty_seeds_make_a_band(

@@ -39,7 +39,7 @@ def test_the_band_of_a_quick_demo_is_of_the_recipe_as_it_is(recipe: str) -> None
 
 def test_a_recipe_without_a_quick_form_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--quick", "--recipe", demo.NANO]) == 2
-    assert f"--quick is of {demo.GRPO} or {demo.VISION}; run {demo.NANO} without it" in capsys.readouterr().err
+    assert f"{demo.NANO} has no quick demo; {', '.join(demo.QUICK)} have one" in capsys.readouterr().err
 
 
 def test_what_a_run_that_is_over_has_left_is_replaced(tmp_path: Path) -> None:
