@@ -29,14 +29,8 @@ def test_rows_become_conversations_with_task_uid_and_other_fields(write_jsonl):
         "train.jsonl",
         [{"question": "1+1=", "answer": "2", "level": 3}, "", {"question": "1+2=", "answer": 3, "ground_truth": "3.0"}],
     )
-    entry = {
-        "data_path": path,
-        "input_key": "question",
-        "output_key": "answer",
-        "task_name": "sums",
-        "env_name": "math",
-    }
-    data = load_response_dataset(entry)
+    keys = {"input_key": "question", "output_key": "answer", "task_name": "sums", "env_name": "math"}
+    data = load_response_dataset({"data_path": path, **keys})
     assert list(data.dataset) == [
         {
             "messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}],
@@ -233,24 +227,6 @@ def test_tools_of_a_table_lose_the_null_fields_of_other_rows(tmp_path):
     assert [row["tools"] for row in load_response_dataset(entry).dataset] == [row["tools"] for row in rows]
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"messages": "hello"}, "'messages' must be a list of messages, got text"),
-        ({"messages": [{"role": "user"}]}, "message 0 of 'messages' has no content"),
-        ({"messages": [{"from": "function_call", "value": "f()"}]}, 'the call" is text that is not JSON'),
-        ({"messages": ONE, "images": ["a.png"]}, "no file a.png for an image"),
-        ({"messages": ONE, "tools": "{"}, "'tools' is text that is not JSON"),
-        ({"messages": ONE, "tools": [1]}, "'tools' must be a list of tools, got a list with a number"),
-        ({"message": ONE}, r"no 'messages' in it; .*; nearest: 'message'"),
-    ],
-)
-def test_a_bad_conversation_names_its_line(write_jsonl, row, message):
-    path = write_jsonl("chat.jsonl", [row])
-    with pytest.raises(DataError, match=rf"chat\.jsonl:1: .*{message}"):
-        load_response_dataset({"dataset_name": "openai_format", "data_path": path})
-
-
 @pytest.mark.parametrize(("size", "held_out"), [(0.05, 2), (0.5, 20), (7, 7), (1, 1)])
 def test_the_split_is_disjoint_complete_in_order_and_has_the_requested_size(write_jsonl, size, held_out):
     path = write_jsonl("train.jsonl", sums(40))
@@ -379,26 +355,59 @@ def test_a_file_is_its_own_split(tmp_path):
         assert len(load_response_dataset({"data_path": str(tmp_path / "saved"), "split": split}).dataset) == count
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (['{"input": "1", "output": "2"}', "", "{bad"], r"a\.jsonl:3: not JSON \(Expecting property name.*column 2"),
-        (['{"output": "1"}', '{"output": "2"}'], r"a\.jsonl:1: no 'input' in it; it has \['output'\]"),
-        (['{"input": "1"}'], r"a\.jsonl:1: no 'output' in it; it has \['input'\]"),
-        (['{"input": null, "output": "2"}'], r"a\.jsonl:1: 'input' is null"),
-        (['{"input": 5, "output": "2"}'], r"a\.jsonl:1: 'input' must be text or a list of messages, got a number"),
-        (["[1, 2]"], r"a\.jsonl:1: expected a JSON object, got list; one JSON object a line"),
-        ([], r"a\.jsonl: the dataset is empty"),
-        (["", "  "], r"a\.jsonl: the dataset is empty"),
-    ],
-)
-def test_a_bad_file_names_its_line(write_jsonl, lines, message):
-    with pytest.raises(DataError, match=message):
-        load_response_dataset({"data_path": write_jsonl("a.jsonl", lines)})
-
-
 CHAT = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 SHAREGPT = [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]
+
+
+REFUSED: dict[str, list[tuple[bytes | str, str]]] = {  # lines of a.jsonl, and what is said of them
+    "dataset_name=ResponseDataset": [
+        ('{"input": "1", "output": "2"}\n\n{bad', r":3: not JSON \(Expecting property name.*column 2"),
+        ('{"output": "1"}\n{"output": "2"}', r":1: no 'input' in it; it has \['output'\]"),
+        ('{"input": "1"}', r":1: no 'output' in it; it has \['input'\]"),
+        ('{"input": null, "output": "2"}', ":1: 'input' is null"),
+        ('{"input": 5, "output": "2"}', ":1: 'input' must be text or a list of messages, got a number"),
+        ("[1, 2]", ":1: expected a JSON object, got list; one JSON object a line"),
+        ("", ": the dataset is empty"),
+        ("\n  ", ": the dataset is empty"),
+        (b'{"input": "\xff\xfe"}\n', r":1: not UTF-8 text \(invalid start byte, byte 11\)"),
+    ],
+    "input_key=messages output_key=answer": [
+        (json.dumps({"messages": CHAT, "answer": "2"}),
+         ":1: 'messages' ends with an answer of the assistant.*chat_key: messages"),
+    ],
+    "dataset_name=openai_format": [
+        ('{"messages": "hello"}', ":1: 'messages' must be a list of messages, got text"),
+        ('{"messages": [{"role": "user"}]}', ":1: message 0 of 'messages' has no content"),
+        ('{"messages": [{"from": "function_call", "value": "f()"}]}', ':1: .*the call" is text that is not JSON'),
+        (json.dumps({"messages": ONE, "images": ["a.png"]}), ":1: no file a.png for an image"),
+        (json.dumps({"messages": ONE, "tools": "{"}), ":1: 'tools' is text that is not JSON"),
+        (json.dumps({"messages": ONE, "tools": [1]}), ":1: 'tools' must be a list of tools, got a list with a number"),
+        (json.dumps({"message": ONE}), ":1: no 'messages' in it; .*; nearest: 'message'"),
+    ],
+    "dataset_name=NemoGymDataset": [
+        ('{"input": "q"}', ":1: .*responses_create_params"),
+        ('{"responses_create_params": "q"}', ":1: 'responses_create_params' must be an object, got text"),
+        ('{"responses_create_params": {"input": 3}}', ":1: 'responses_create_params': Expected `array`, got `int`"),
+        ('{"responses_create_params": {"input": [{"type": "web_search"}]}}', ":1: .*an item of type 'web_search'"),
+    ],
+    "dataset_name=PreferenceDataset": [
+        (json.dumps({"prompt": "2+2=", "chosen": CHAT, "rejected": CHAT}), ":1: .*begin with another prompt than 'pro"),
+        (json.dumps({"chosen": ONE, "rejected": CHAT}), ":1: .*or conversations that begin alike"),
+        ('{"chosen": "Human: 1+1= Assistant: 2", "rejected": "3"}',
+         r":1: no 'prompt' in it; it has \['chosen', 'rejected'\]$"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("entry", "text", "message"), [(entry, *row) for entry, rows in REFUSED.items() for row in rows]
+)
+def test_a_bad_file_names_its_line(tmp_path, entry, text, message):
+    (tmp_path / "a.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
+    keys = dict(pair.split("=") for pair in entry.split())
+    load = load_preference_dataset if "Preference" in entry else load_response_dataset
+    with pytest.raises(DataError, match=rf"a\.jsonl{message}"):
+        load({**keys, "data_path": str(tmp_path / "a.jsonl")})
 
 
 @pytest.mark.parametrize(
@@ -456,28 +465,6 @@ def test_pairs_of_whole_conversations_have_their_common_start_as_prompt(write_js
     assert (read["chosen"], read["rejected"]) == (CHAT[1:], [{**CHAT[1], "content": "3"}])
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "2+2=", "chosen": CHAT, "rejected": CHAT}, "begin with another prompt than 'prompt'"),
-        ({"chosen": CHAT, "rejected": [{**CHAT[0], "content": "x"}, CHAT[1]]}, "or conversations that begin alike"),
-        (
-            {"chosen": "Human: 1+1= Assistant: 2", "rejected": "3"},
-            r"no 'prompt' in it; it has \['chosen', 'rejected'\]$",
-        ),
-    ],
-)
-def test_pairs_without_a_common_prompt_are_refused(write_jsonl, row, message):
-    with pytest.raises(DataError, match=message):
-        load_preference_dataset({"data_path": write_jsonl("a.jsonl", [json.dumps(row)])})
-
-
-def test_a_question_does_not_end_with_an_answer(write_jsonl):
-    path = write_jsonl("a.jsonl", [json.dumps({"messages": CHAT, "answer": "2"})])
-    with pytest.raises(DataError, match="'messages' ends with an answer of the assistant.*chat_key: messages"):
-        load_response_dataset({"data_path": path, "input_key": "messages", "output_key": "answer"})
-
-
 def test_prompts_alone_are_for_rewards_that_need_no_answer(write_jsonl):
     path = write_jsonl("a.jsonl", ['{"prompt": "1+1="}'])
     keys = {"data_path": path, "input_key": "prompt"}
@@ -485,12 +472,6 @@ def test_prompts_alone_are_for_rewards_that_need_no_answer(write_jsonl):
         load_response_dataset(keys)
     for processor in ("chat_data_processor", "grpo_mcore.data.processors:chat_data_processor"):
         assert load_response_dataset({**keys, "processor": processor}).dataset[0]["messages"] == CHAT[:1]
-
-
-def test_text_that_is_not_utf8_is_an_error(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"input": "\xff\xfe"}\n')
-    with pytest.raises(DataError, match=r"a\.jsonl:1: not UTF-8 text \(invalid start byte, byte 11\)"):
-        load_response_dataset({"data_path": str(tmp_path / "a.jsonl")})
 
 
 @pytest.mark.parametrize(
@@ -622,17 +603,3 @@ def test_tasks_of_nemo_gym_stay_unchanged(write_jsonl):
     assert [message["content"] for message in second["messages"]] == ["rules", "plain"]
     assert third["messages"] == [] and third["agent_task"] == rows[2]
     assert data.processor is find_processor("nemo_gym_data_processor")
-
-
-@pytest.mark.parametrize(
-    ("row", "why"),
-    [
-        ({"input": "q"}, "responses_create_params"),
-        ({"responses_create_params": "q"}, "'responses_create_params' must be an object, got text"),
-        ({"responses_create_params": {"input": 3}}, "'responses_create_params': Expected `array`, got `int`"),
-        ({"responses_create_params": {"input": [{"type": "web_search"}]}}, "an item of type 'web_search'"),
-    ],
-)
-def test_a_bad_task_of_nemo_gym(write_jsonl, row, why):
-    with pytest.raises(DataError, match=f"tasks.jsonl:1: .*{why}"):
-        load_response_dataset({"dataset_name": "NemoGymDataset", "data_path": write_jsonl("tasks.jsonl", [row])})
