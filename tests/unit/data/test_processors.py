@@ -15,7 +15,6 @@ from grpo_mcore.data.processors import (
     sft_processor,
 )
 from grpo_mcore.data.tokenizer import template_text
-from tests.unit.rollout.published_templates import GLM, GPT_OSS, tokenizer_of
 
 ROW = {
     "messages": [{"role": "user", "content": "37+45="}, {"role": "assistant", "content": "082"}],
@@ -209,17 +208,6 @@ def test_sft_uses_the_whole_length(tokenizer, limit, multiplier):
     assert (datum["length"], datum["loss_multiplier"]) == (13, multiplier)
 
 
-def test_a_template_that_leaves_earlier_answers_out_is_rejected(tokenizer, monkeypatch):
-    forgetful = (
-        "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}<{{ m.role }}>{{ m.content }}"
-        "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    monkeypatch.setattr(tokenizer, "chat_template", forgetful)
-    sft_processor(ROW, TaskDataSpec(), tokenizer, 64, 0)
-    with pytest.raises(DataError, match="sums:7: the chat template does not show message 1"):
-        sft_processor({**ROW, "messages": ROW["messages"] * 2}, TaskDataSpec(), tokenizer, 64, 0)
-
-
 @pytest.mark.parametrize("processor", [math_hf_data_processor, sft_processor])
 def test_a_row_without_an_answer_is_named(tokenizer, processor):
     row = {**ROW, "messages": ROW["messages"][:1]}
@@ -260,39 +248,6 @@ def test_the_chat_template_gets_the_tools_of_a_row(tokenizer, monkeypatch, proce
     datum = processor(row, TaskDataSpec("sums"), tokenizer, 64, 0)
     assert datum["message_log"][0]["content"] == "<system>+<user>37+45=<assistant>"
     assert processor(ROW, TaskDataSpec(), tokenizer, 64, 0)["message_log"][0]["content"] == "<user>37+45=<assistant>"
-
-
-def trained_texts(log, tokenizer) -> list[str]:
-    """Return what is trained on of each answer, as text."""
-    texts = []
-    for message in log:
-        ids = message["token_ids"][message["token_loss_mask"].bool()].tolist()
-        texts += ["".join(tokenizer.convert_ids_to_tokens(ids))] if ids else []
-    return texts
-
-
-def test_a_call_ends_with_the_token_that_begins_its_result():
-    shown_call = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments|tojson }}{% endfor %}"
-    tokenizer = tokenizer_of(GLM.replace("{% endif %}{% endfor %}", shown_call + "{% endif %}{% endfor %}"))
-    call = {"function": {"name": "f", "arguments": {"a": 1}}}
-    asked, called = {"role": "user", "content": "1"}, {"role": "assistant", "content": "f", "tool_calls": [call]}
-    answer = {"role": "assistant", "content": "2"}
-    for messages, ends in (
-        ([asked, called], ["<|observation|>"]),
-        ([asked, called, {"role": "tool", "content": "7"}, answer], ["<|observation|>", "<|user|>"]),
-    ):
-        log = sft_processor({"messages": messages}, TaskDataSpec("t"), tokenizer, None, 0)["message_log"]
-        trained = trained_texts(log, tokenizer)
-        assert [text[text.index("<|", 1) :] for text in trained] == ends
-        shown = "".join(tokenizer.convert_ids_to_tokens([i for turn in log for i in turn["token_ids"].tolist()]))
-        assert shown.count("<|observation|>") == 1
-
-
-def test_gpt_oss_trains_the_end_of_a_last_answer():
-    tokenizer = tokenizer_of(GPT_OSS, "<|return|>")
-    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
-    log = sft_processor({"messages": messages}, TaskDataSpec("t"), tokenizer, None, 0)["message_log"]
-    assert trained_texts(log, tokenizer) == ["2<|return|>"]
 
 
 HINTED = {"messages": ROW["messages"], "uid": "u:3", "why": "9+9"}

@@ -140,34 +140,15 @@ DEEPSEEK = (
     "{% if add_generation_prompt and not ns.open %}<|Assistant|><think>\n{% endif %}"
 )
 SPECIAL = (
-    *(
-        "<bos>",
-        "<eos>",
-        "<|im_start|>",
-        "<|im_end|>",
-        "<think>",
-        "</think>",
-        "[gMASK]",
-        "<sop>",
-        "<|user|>",
-        "<|system|>",
-    ),
-    *("<|assistant|>", "<|start|>", "<|end|>", "<|return|>", "<|channel|>", "<|message|>", "<|begin_of_text|>"),
-    *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "<|User|>"),
-    *("<|Assistant|>", "<|call|>", "<|observation|>"),
-)
+    "<bos> <eos> <|im_start|> <|im_end|> <think> </think> [gMASK] <sop> <|user|> <|system|> <|assistant|> <|start|> "
+    "<|end|> <|return|> <|channel|> <|message|> <|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> "
+    "<start_of_turn> <end_of_turn> <|User|> <|Assistant|> <|call|> <|observation|>"
+).split()
 ADDED = (
-    *(
-        "<tool_call>",
-        "</tool_call>",
-        "<tool_response>",
-        "</tool_response>",
-        "<|tool_calls_begin|>",
-        "<|tool_call_begin|>",
-    ),
-    *("<|tool_sep|>", "<|tool_call_end|>", "<|tool_calls_end|>", "<|tool_outputs_begin|>", "<|tool_output_begin|>"),
-    *("<|tool_output_end|>", "<|tool_outputs_end|>"),
-)
+    "<tool_call> </tool_call> <tool_response> </tool_response> <|tool_calls_begin|> <|tool_call_begin|> <|tool_sep|> "
+    "<|tool_call_end|> <|tool_calls_end|> <|tool_outputs_begin|> <|tool_output_begin|> <|tool_output_end|> "
+    "<|tool_outputs_end|>"
+).split()
 
 
 def tokenizer(template: str, eos: str) -> Any:
@@ -175,8 +156,8 @@ def tokenizer(template: str, eos: str) -> Any:
     alphabet = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     core = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, additional_special_tokens=list(SPECIAL))
-    made.add_tokens(list(ADDED))
+    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, additional_special_tokens=SPECIAL)
+    made.add_tokens(ADDED)
     made.chat_template = template
     return made
 
@@ -227,6 +208,7 @@ CASES: dict[str, tuple[str, str, list[str], list[str], list[str]]] = {
 def test_answers_are_trained_with_the_token_that_ends_them(name: str) -> None:
     template, eos, plain, both, last = CASES[name]
     assert trained(template, eos, PLAIN) == trained(template, eos, PLAIN, "last") == plain
+    assert plain[0].partition("two")[2] == answer_end(tokenizer(template, eos))
     assert trained(template, eos, TWO) == both
     assert trained(template, eos, TWO, "last") == last
 
@@ -244,20 +226,6 @@ def test_thoughts_are_trained_where_the_template_shows_them(name: str, last: str
     template, eos = CASES[name][:2]
     assert trained(template, eos, THOUGHT, "last") == [last]
     assert trained(template, eos, THOUGHT) == [earlier, last]
-
-
-@pytest.mark.parametrize(
-    ("name", "end"),
-    [
-        ("Qwen3", "<|im_end|>\n"),
-        ("GLM-4.5", "<|user|>"),
-        ("Gemma 3", "<end_of_turn>\n"),
-        ("gpt-oss", "<|return|>"),
-        ("DeepSeek", "<eos>"),
-    ],
-)
-def test_what_ends_an_answer(name: str, end: str) -> None:
-    assert answer_end(tokenizer(*CASES[name][:2])) == end
 
 
 def test_a_template_without_any_mark_gets_the_eos_token() -> None:
@@ -375,10 +343,7 @@ def deepseek(arguments: str) -> str:
     return f"<|tool_call_begin|>function<|tool_sep|>add\n```json\n{arguments}\n```<|tool_call_end|>"
 
 
-TO_ADD, OSS_THOUGHT = (
-    " to=functions.add<|channel|>commentary json<|message|>",
-    "<|channel|>analysis<|message|>ok<|end|>",
-)
+TO_ADD = " to=functions.add<|channel|>commentary json<|message|>"
 TOOL_CASES = {
     "Qwen3": ["<think>\nhm\n</think>\n\n" + hermes('{"a": 1, "b": "x"}') + "<|im_end|>\n",
               hermes('{"a": 3}') + "\n" + hermes('{"a": 4}') + "<|im_end|>\n",
@@ -391,7 +356,7 @@ TOOL_CASES = {
                 "\n<think></think>" + glm(("a", 3)) + glm(("a", 4)) + "<|observation|>",
                 "\n<think>ok</think>\ntwo<|user|>"],
     "gpt-oss": [TO_ADD + '{"a": 1, "b": "x"}<|call|>', TO_ADD + '{"a": 3}<|call|>', TO_ADD + '{"a": 4}<|call|>',
-                OSS_THOUGHT + "<|start|>assistant<|channel|>final<|message|>two<|return|>"],
+                "<|channel|>analysis<|message|>ok<|end|><|start|>assistant<|channel|>final<|message|>two<|return|>"],
     "Llama 3": [hermes('{"a": 1, "b": "x"}') + "<|eot_id|>",
                 hermes('{"a": 3}') + "\n" + hermes('{"a": 4}') + "<|eot_id|>", "two<|eot_id|>"],
     "Llama 3.1": [f'{{"name": "add", "parameters": {one}}}<|eot_id|>' for one in
