@@ -53,9 +53,6 @@ class Abacus:
         self.total += value
         return self.total
 
-    def sum(self, values: list[int]) -> int:
-        return sum(values)
-
     def sum_of(self, first: list[int], more: int, *others: list[int]) -> int:
         return sum(first) + more + sum(map(sum, others))
 
@@ -71,10 +68,6 @@ class Abacus:
         for value in range(upto):
             yield value
             wait_at(gate)
-
-    def count_then_fail(self, upto: int) -> Iterator[int]:
-        yield from range(upto)
-        raise KeyError("beads")
 
     def lists(self, sizes: list[int]) -> Iterator[Parcel]:
         for size in sizes:

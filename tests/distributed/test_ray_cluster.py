@@ -93,12 +93,6 @@ class TestContract:
         law(cluster, "law")
 
 
-def test_calls_run_in_order_on_one_object(abacus):
-    first, second = abacus.call("add", 1), abacus.call("add", -1)
-    assert (second.result(), first.result()) == (10, 11)
-    assert first.result() == 11  # a result can be read again
-
-
 def test_driver_keeps_its_environment_and_workers_get_the_allowed_part(abacus, second):
     assert os.environ["GRPO_TEST_SECRET"] == "hunter2"
     assert MARKER not in os.environ and SOCKETS not in os.environ
@@ -148,10 +142,6 @@ def test_copied_logs_are_redacted(cluster, tmp_path, package_log):
     cluster._session.copy_logs(log / "ray", [])  # such a folder cannot be made; the run goes on
     assert "Ray's logs cannot be copied" in package_log.text
     log.unlink()
-
-
-def test_a_reference_as_argument_arrives_as_the_object(cluster, abacus):
-    assert abacus.call("sum", cluster.store.put([1, 2, 3])).result() == 6
 
 
 def test_a_worker_stores_an_object_and_hands_over_the_reference(cluster, abacus, second):
@@ -260,13 +250,6 @@ def test_an_exception_that_cannot_travel_comes_as_text(abacus):
     with pytest.raises(WorkerFailed, match="Awkward: awkward") as caught:
         abacus.call("fail_unpicklably").result()
     assert caught.value.__cause__ is None
-
-
-def test_a_stream_that_fails_gives_its_items_first(abacus):
-    stream = abacus.stream("count_then_fail", 2)
-    assert [next(stream), next(stream)] == [0, 1]
-    with pytest.raises(WorkerFailed, match="abacus: count_then_fail failed: KeyError: 'beads'"):
-        next(stream)
 
 
 def test_an_exceeded_deadline_names_the_worker_the_call_and_the_line(abacus, gate):

@@ -94,26 +94,42 @@ def run_in_order(run: Run, fates: str) -> list[s.Command]:
     return commands
 
 
-def without_waits(commands: list[s.Command]) -> list[s.Command]:
-    return [command for command in commands if not isinstance(command, s.Await | s.Refit)]
-
-
 # One by one.
 
 
-def test_groups_are_kept_over_generation_batches_until_the_step_is_full() -> None:
-    commands = run_in_order(Run.of(config(prompts=3, dispatch=3, steps=1), 99), "+--" + "-++")
-    assert without_waits(commands) == [
-        s.Dispatch(3), s.Dispatch(3), s.Train(1, ("0", "4", "5"), (), 3), s.Finish("all 1 steps are done"),
-    ]  # fmt: skip
-
-
-def test_surplus_goes_back_and_is_the_next_to_be_generated() -> None:
-    commands = run_in_order(Run.of(config(prompts=2, dispatch=4), 99), "-+++" + "+-++")
-    assert without_waits(commands) == [
-        s.Dispatch(4), s.Train(1, ("1", "2"), ("3",), 1),
-        s.Dispatch(4), s.Train(2, ("3", "5"), ("6",), 1), s.Finish("all 2 steps are done"),
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "data", "fates", "commands"),
+    [
+        pytest.param(config(prompts=3, dispatch=3, steps=1), 99, "+--" + "-++",
+                     [s.Dispatch(3), s.Dispatch(3), s.Train(1, ("0", "4", "5"), (), 3)],
+                     id="groups are kept over generation batches until the step is full"),
+        pytest.param(config(prompts=2, dispatch=4), 99, "-+++" + "+-++",
+                     [s.Dispatch(4), s.Train(1, ("1", "2"), ("3",), 1),
+                      s.Dispatch(4), s.Train(2, ("3", "5"), ("6",), 1)],
+                     id="surplus goes back and is the next to be generated"),
+        pytest.param(config(batches=1, steps=1), 99, "x++",
+                     [s.Dispatch(2), s.Dispatch(1), s.Train(1, ("1", "2"), (), 0)],
+                     id="a failed group is replaced within its generation batch"),
+        pytest.param(config(prompts=1, dispatch=1, batches=2), 99, "-+-+",
+                     [s.Dispatch(1), s.Dispatch(1), s.Train(1, ("1",), (), 1),
+                      s.Dispatch(1), s.Dispatch(1), s.Train(2, ("3",), (), 1)],
+                     id="every step has its own generation batches"),
+        pytest.param(config(prompts=2, dispatch=3, steps=9), 5, "+++" + "-+-",
+                     [s.Dispatch(3), s.Train(1, ("0", "1"), ("2",), 0), s.Dispatch(3), s.Dispatch(3),
+                      s.Train(2, ("3",), (), 2)],
+                     id="the end of the data trains what is informative"),
+        pytest.param(config(prompts=1, dispatch=4, steps=9), 3, "+++" + "++" + "-",
+                     [s.Dispatch(4), s.Train(1, ("0",), ("1", "2"), 0), s.Dispatch(4), s.Train(2, ("1",), ("2",), 0),
+                      s.Dispatch(4)],
+                     id="surplus of the last data is not lost"),
+    ],
+)  # fmt: skip
+def test_what_is_trained_and_asked_for(
+    settings: s.ScheduleConfig, data: int, fates: str, commands: list[s.Command]
+) -> None:
+    *done, end = (it for it in run_in_order(Run.of(settings, data), fates) if not isinstance(it, s.Await | s.Refit))
+    assert done == commands
+    assert end == s.Finish("the data has ended" if data < 99 else f"all {settings.max_steps} steps are done")
 
 
 def test_quick_groups_are_not_favoured() -> None:
@@ -124,29 +140,6 @@ def test_quick_groups_are_not_favoured() -> None:
     assert run.schedule.next() == s.Await()
     run.finish("0", GOOD)
     assert run.schedule.next() == s.Train(1, ("0",), ("1",), 0)
-
-
-def test_a_failed_group_is_replaced_within_its_generation_batch() -> None:
-    commands = run_in_order(Run.of(config(batches=1, steps=1), 99), "x++")
-    assert without_waits(commands) == [
-        s.Dispatch(2), s.Dispatch(1), s.Train(1, ("1", "2"), (), 0), s.Finish("all 1 steps are done"),
-    ]  # fmt: skip
-
-
-def test_the_end_of_the_data_trains_what_is_informative() -> None:
-    commands = run_in_order(Run.of(config(prompts=2, dispatch=3, steps=9), 5), "+++" + "-+-")
-    assert [c for c in commands if isinstance(c, s.Train)] == [
-        s.Train(1, ("0", "1"), ("2",), 0), s.Train(2, ("3",), (), 2),
-    ]  # fmt: skip
-    assert commands[-1] == s.Finish("the data has ended")
-
-
-def test_surplus_of_the_last_data_is_not_lost() -> None:
-    commands = run_in_order(Run.of(config(prompts=1, dispatch=4, steps=9), 3), "+++" + "++" + "-")
-    assert [c for c in commands if isinstance(c, s.Train)] == [
-        s.Train(1, ("0",), ("1", "2"), 0), s.Train(2, ("1",), ("2",), 0),
-    ]  # fmt: skip
-    assert commands[-1] == s.Finish("the data has ended")
 
 
 def test_data_that_teach_nothing_end_the_run_with_a_checkpoint() -> None:
@@ -171,11 +164,6 @@ def test_too_many_generation_batches_say_what_to_change() -> None:
         "(their rewards differ), 2 are needed; raise grpo.dynamic_sampling_max_gen_batches or grpo.batch_multiplier, "
         "or train on easier or harder data"
     )
-
-
-def test_every_step_has_its_own_generation_batches() -> None:
-    commands = run_in_order(Run.of(config(prompts=1, dispatch=1, batches=2), 99), "-+-+")
-    assert [c for c in commands if isinstance(c, s.Train)] == [s.Train(1, ("1",), (), 1), s.Train(2, ("3",), (), 1)]
 
 
 def test_without_dynamic_sampling_every_group_trains() -> None:

@@ -56,26 +56,25 @@ def small_file_system(folder: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def packages(folder: Path, monkeypatch: pytest.MonkeyPatch, **versions: str) -> list[CheckResult]:
-    """Compare PINS with these packages, which hide those of the environment."""
-    for name, version in versions.items():
-        write_package(folder, name, version)
-    monkeypatch.setattr(sys, "path", [str(folder)])
-    return list(checks.versions(PINS, "cpu"))
-
-
-def test_a_sound_environment_is_ok(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (found,) = packages(tmp_path, monkeypatch, torch="2.13.0+cpu", ray="2.60.0", transformers="5.17.0")
-    assert found.state == "ok"
-
-
-def test_a_wrong_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = packages(tmp_path, monkeypatch, torch="2.12.1", ray="2.60.0", transformers="5.17.0")
-    fault(found, "torch 2.12.1 instead of ==2.13.*", "pip install")
-
-
-def test_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fault(packages(tmp_path, monkeypatch, torch="2.13.0", transformers="5.17.0"), "ray is not installed")
+@pytest.mark.parametrize(
+    ("there", "words"),
+    [
+        ({"torch": "2.13.0+cpu"}, ()),
+        ({"torch": "2.12.1"}, ("torch 2.12.1 instead of ==2.13.*", "pip install")),
+        ({}, ("torch is not installed",)),
+    ],
+)
+def test_versions_of_packages_are_compared_with_the_pins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: dict[str, str], words: tuple[str, ...]
+) -> None:
+    for name, version in ({"ray": "2.60.0", "transformers": "5.17.0"} | there).items():
+        write_package(tmp_path, name, version)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])  # hides the packages of the environment
+    found = list(checks.versions(PINS, "cpu"))
+    if words:
+        fault(found, *words)
+    else:
+        assert [each.state for each in found] == ["ok"]
 
 
 def test_this_package_has_pins() -> None:
@@ -199,8 +198,8 @@ def test_too_few_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def fake_bwrap(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
-    program = folder / "bwrap"
+def fake(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, body: str) -> None:
+    program = folder / name
     program.write_text(f"#!/bin/sh\n{body}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -214,9 +213,9 @@ def test_no_bubblewrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_bubblewrap_that_may_not_make_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_bwrap(tmp_path, monkeypatch, "echo 'bwrap: No permissions to create new namespace' >&2; exit 1")
+    fake(tmp_path, monkeypatch, "bwrap", "echo 'bwrap: No permissions to create new namespace' >&2; exit 1")
     fault(look("sandbox", Needs(sandbox=True)), "No permissions to create new namespace", "docs/environments.md")
-    fake_bwrap(tmp_path, monkeypatch, "exit 0")
+    fake(tmp_path, monkeypatch, "bwrap", "exit 0")
     assert look("sandbox", Needs(sandbox=True))[0].state == "ok"
 
 
@@ -273,10 +272,7 @@ def test_a_ray_cluster_that_is_too_small() -> None:
 
 
 def fake_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: str, code: int = 0) -> None:
-    program = folder / "nvidia-smi"
-    program.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines) + f"exit {code}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    fake(folder, monkeypatch, "nvidia-smi", "".join(f"echo '{line}'\n" for line in lines) + f"exit {code}")
 
 
 def test_gpus_that_something_is_wrong_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
