@@ -1,7 +1,8 @@
 """The `grpo-mcore` command.
 
-Each verb is a file of a folder beside this one with `run(args) -> int`, imported only when it is used. It has
-`add_arguments(parser)` for options of its own, or `parse(words)` for commands of its own.
+Each verb is a file of a folder beside this one, imported only when it is used. It has `run(args) -> int` and, for
+options of its own, `add_arguments(parser)`; or a table COMMANDS: name -> (what it does, whether it takes a recipe as in
+VERBS, its `add_arguments`, its `run`).
 """
 
 import argparse
@@ -14,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -54,17 +56,19 @@ VERBS = {
     "diagnose": ("look", "name what makes a run go otherwise than it should: recipe, data, rewards, loss", None),
     "export": ("look", "write a checkpoint as a model in Hugging Face's format", None),
     "config": ("check", "print the whole recipe, with the source of every value", True),
-    "data": ("check", "check training data, or make it of NeMo Gym rollouts", False),
+    "data": ("check", "check training data, or make it of NeMo Gym rollouts", None),
     "plan": ("check", "predict memory, time and refit of a recipe before anything is started", True),
     "rehearse": ("check", "simulate a recipe at full scale in virtual time, with faults if wanted", True),
     "doctor": ("check", "find what is wrong with this machine, or with the nodes of a cluster", False),
     "parity": ("check", "compare the policy on several layouts, and an engine, with transformers", None),
-    "refit": ("check", "show how weights move from policy to engines, or verify it", False),
+    "refit": ("check", "show how weights move from policy to engines, or verify it", None),
     "launch": ("launch", "submit a recipe to Slurm or Kubernetes", True),
     "prefetch": ("launch", "download the models and data of a recipe, for nodes without internet", True),
 }
 """Verb: (group, what it does, whether it takes a recipe; None: nor overrides). The verb is the file of its name in the
 group's folder."""
+
+Command = tuple[str, bool | None, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
 
 ALIASES = {"sft": "train", "dpo": "train", "rm": "train", "distill": "train"}
 """Other names of a verb. Each runs its own algorithm, whichever the recipe describes."""
@@ -128,29 +132,33 @@ def _run(argv: Sequence[str] | None) -> int:
     words = to_complete or list(sys.argv[1:] if argv is None else argv)
     verb = words[0] if words and words[0] in {**VERBS, **ALIASES} else None
     canonical = ALIASES.get(verb, verb) if verb else None
-    module = import_module(f"grpo_mcore.cli.{VERBS[canonical][0]}.{canonical}") if canonical else None
-    parser, verb_parser = _parsers(canonical)
+    module: Any = import_module(f"grpo_mcore.cli.{VERBS[canonical][0]}.{canonical}") if canonical else None
+    parser, chosen = _parsers(canonical)
     if verb is None and words and not words[0].startswith("-"):
         parser.error(f"there is no command {words[0]!r}{nearest_hint(words[0], [*VERBS, *ALIASES])}; --help lists them")
-    if module is not None and hasattr(module, "add_arguments"):
-        module.add_arguments(verb_parser)
+    takes_recipe, run = VERBS[canonical][2] if canonical else None, getattr(module, "run", None)
+    if hasattr(module, "add_arguments"):
+        module.add_arguments(chosen)
+    commands: dict[str, Command] = getattr(module, "COMMANDS", {})
+    if commands:
+        below = chosen.add_subparsers(dest="command", metavar="COMMAND", required=True)
+        for name, (purpose, with_recipe, add_arguments, _) in commands.items():
+            command = below.add_parser(name, help=purpose, description=f"{purpose}.")
+            add_arguments(command)
+            _add_words(command, command.prog, with_recipe)
     if to_complete is not None:
         complete(parser)
-    takes_recipe = VERBS[canonical][2] if canonical else False
-    if module is not None and hasattr(module, "parse"):
-        args = module.parse(words[1:])
-    elif takes_recipe is None:
-        args = parser.parse_args(words)
-    else:
-        args, rest = parser.parse_known_args(words)  # overrides may stand between options
-        if unknown := [word for word in rest if word.startswith("-")]:
-            verb_parser.error(f"unknown option: {' '.join(unknown)}")
-        args.words += rest
-        _sort_words(args, verb_parser, takes_recipe=takes_recipe)
-    assert module is not None and verb is not None
-    chosen, arguments = module, args
+    args, rest = parser.parse_known_args(words)  # overrides may stand between options
+    if commands:
+        chosen = below.choices[args.command]
+        _, takes_recipe, _, run = commands[args.command]
+    if unknown := [word for word in rest if word.startswith("-")]:
+        chosen.error(f"unknown option: {' '.join(unknown)}")
+    _sort_words(args, rest, chosen, takes_recipe)
+    assert run is not None and verb is not None
+    work = partial(run, args)
     with only_json() if getattr(args, "json", False) else nullcontext():
-        return guarded(verb, lambda: int(chosen.run(arguments)))
+        return guarded(verb, work)
 
 
 def guarded(verb: str, work: Callable[[], int]) -> int:
@@ -264,30 +272,37 @@ def _parsers(verb: str | None) -> tuple[argparse.ArgumentParser, argparse.Argume
         epilog=_verbs_by_group(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--install-completion", action=Install, nargs=0, help="let bash or zsh complete commands")
+    parser.add_argument(
+        "--install-completion", action=Install, nargs=0, default=argparse.SUPPRESS,
+        help="let bash or zsh complete commands",
+    )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"grpo-mcore {grpo_mcore.__version__}")
     verbs = parser.add_subparsers(prog="grpo-mcore", dest="verb", metavar="VERB", required=True, help=argparse.SUPPRESS)
     chosen = parser
     for name, (_, purpose, takes_recipe) in VERBS.items():
-        usage = f"grpo-mcore {name} {'RECIPE ' if takes_recipe else ''}[options] [key=value ...]"
         aliases = [alias for alias, target in ALIASES.items() if target == name]
-        sub = verbs.add_parser(name, aliases=aliases, description=f"{purpose}.", usage=usage)
+        sub = verbs.add_parser(name, aliases=aliases, description=f"{purpose}.")
         if name == verb:
             chosen = sub
-        if takes_recipe is None:
-            sub.usage = None  # its options and arguments
-            continue
-        overrides = "a value that replaces the recipe's; +key=value adds a key, ~key removes one"
-        metavar = "RECIPE | key=value" if takes_recipe else "key=value"
-        word: Any = sub.add_argument("words", nargs="*", metavar=metavar, help=overrides)
-        word.completer = recipes_and_keys  # an attribute that argcomplete reads
-        if takes_recipe:
-            recipe_help = "the recipe: a YAML file, or the name of one in recipes/"
-            sub.add_argument("--config", metavar="RECIPE", help=recipe_help)
-            preset_help = "put an algorithm of recipes/presets/ on the recipe (may be given several times)"
-            preset: Any = sub.add_argument("--preset", metavar="NAME", action="append", default=[], help=preset_help)
-            preset.completer = presets
+        _add_words(sub, f"grpo-mcore {name}", takes_recipe)
     return parser, chosen
+
+
+def _add_words(parser: argparse.ArgumentParser, command: str, takes_recipe: bool | None) -> None:
+    """Add what stands between the options, and the ways to name a recipe."""
+    if takes_recipe is None:
+        return
+    parser.usage = parser.usage or f"{command} {'RECIPE ' if takes_recipe else ''}[options] [key=value ...]"
+    overrides = "a value that replaces the recipe's; +key=value adds a key, ~key removes one"
+    metavar = "RECIPE | key=value" if takes_recipe else "key=value"
+    word: Any = parser.add_argument("words", nargs="*", metavar=metavar, help=overrides)
+    word.completer = recipes_and_keys  # an attribute that argcomplete reads
+    if takes_recipe:
+        recipe_help = "the recipe: a YAML file, or the name of one in recipes/"
+        parser.add_argument("--config", metavar="RECIPE", help=recipe_help)
+        preset_help = "put an algorithm of recipes/presets/ on the recipe (may be given several times)"
+        preset: Any = parser.add_argument("--preset", metavar="NAME", action="append", default=[], help=preset_help)
+        preset.completer = presets
 
 
 def _verbs_by_group() -> str:
@@ -299,9 +314,16 @@ def _verbs_by_group() -> str:
     return "\n\n".join([*parts, "`grpo-mcore VERB --help` lists the options of a verb."])
 
 
-def _sort_words(args: argparse.Namespace, parser: argparse.ArgumentParser, takes_recipe: bool) -> None:
-    """Sort the words into `args.recipe`, `args.overrides` and, for train, `args.resume` (None, True or a path)."""
-    words = list(args.words)
+def _sort_words(
+    args: argparse.Namespace, rest: Sequence[str], parser: argparse.ArgumentParser, takes_recipe: bool | None
+) -> None:
+    """Sort the words into `args.recipe`, `args.overrides`, for eval `args.models` and for train `args.resume` (None,
+    True or a path)."""
+    if takes_recipe is None:
+        if rest:
+            parser.error(f"unknown: {' '.join(rest)}")
+        return
+    words = [*args.words, *rest]
     resume = getattr(args, "resume", None)
     if isinstance(resume, str) and (is_override(resume) or resume.endswith((".yaml", ".yml"))):
         words.insert(0, resume)  # the word after `--resume` is not always its path
@@ -310,7 +332,10 @@ def _sort_words(args: argparse.Namespace, parser: argparse.ArgumentParser, takes
     args.overrides = [*presets, *(word for word in words if is_override(word))]
     others = [word for word in words if not is_override(word)]
     del args.words
-    if not takes_recipe:
+    if hasattr(args, "models"):
+        args.models = [word for word in others if not word.endswith((".yaml", ".yml"))]
+        others = [word for word in others if word not in args.models]
+    elif not takes_recipe:
         if others:
             parser.error(f"not an override (key=value): {others[0]}")
         return
@@ -322,11 +347,11 @@ def _sort_words(args: argparse.Namespace, parser: argparse.ArgumentParser, takes
             return
     recipes = [*([args.config] if args.config else []), *others]
     del args.config
-    if not recipes:
+    if takes_recipe and not recipes:
         parser.error("a recipe is required: a YAML file or a name in recipes/")
     if len(recipes) > 1:
         parser.error(f"one recipe at a time, got {' and '.join(recipes)}; an override is written key=value")
-    args.recipe = recipes[0]
+    args.recipe = recipes[0] if recipes else None
 
 
 if __name__ == "__main__":

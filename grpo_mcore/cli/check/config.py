@@ -38,7 +38,6 @@ class _Explain(argparse.Action):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --explain, --reference and --imported."""
     parser.add_argument(
         "--explain", action=_Explain, metavar="KEY", help="print what a key or a section means, and exit"
     )

@@ -7,38 +7,18 @@ import argparse
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_mcore.base.text import escaped
 from grpo_mcore.cli.numbers import count, finite
-from grpo_mcore.recipe import environment_class, is_override
+from grpo_mcore.recipe import environment_class
 
 if TYPE_CHECKING:
     from grpo_mcore.data.gym import Summary
     from grpo_mcore.recipe import MasterConfig
     from grpo_mcore.rollout.group import Group
-
-
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line after `grpo-mcore data`."""
-    parser = argparse.ArgumentParser(prog="grpo-mcore data", description="Make and check training data.")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, (purpose, add_arguments, _) in COMMANDS.items():
-        add_arguments(commands.add_parser(name, help=purpose, description=f"{purpose}."))
-    args, rest = parser.parse_known_args(list(words))  # overrides may stand between options
-    wrong = [word for word in rest if not (hasattr(args, "overrides") and is_override(word))]
-    if wrong:
-        commands.choices[args.command].error(f"unknown: {' '.join(wrong)}")
-    if rest:
-        args.overrides += rest
-    return args
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the command. Return exit code 1 where nothing was written, or where the checked data cannot be used."""
-    return COMMANDS[args.command][2](args)
 
 
 def _transformation(parser: argparse.ArgumentParser, *options: tuple[str, Any, Any, str]) -> None:
@@ -106,6 +86,7 @@ def _dpo_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = f"{parser.prog} FILE [options] [key=value ...]"
     parser.add_argument(
         "file",
         type=Path,
@@ -117,13 +98,10 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RECIPE",
         help="a YAML file, or the name of one in recipes/; without it only fields are checked",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace the recipe's")
     parser.add_argument("--samples", type=int, default=2, metavar="N", help="rows that are shown (default: 2)")
 
 
 def _collect_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of one in recipes/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace the recipe's")
     parser.add_argument(
         "--output", required=True, type=Path, metavar="FILE", help="rollouts, JSONL; appears whole or not at all"
     )
@@ -145,7 +123,7 @@ def _print(text: object) -> None:
 def _transform(args: argparse.Namespace) -> int:
     from grpo_mcore.data import gym
 
-    options = {name: value for name, value in vars(args).items() if name not in ("command", "input", "output")}
+    options = {name: value for name, value in vars(args).items() if name not in ("verb", "command", "input", "output")}
     summary: Summary = getattr(gym, args.command.replace("-", "_"))(args.input, args.output, **options)
     _print(summary)
     if summary.written:
@@ -236,11 +214,10 @@ def _collect(args: argparse.Namespace) -> int:
     return 0 if collected.rows else 1
 
 
-Command = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
-COMMANDS: dict[str, Command] = {
-    "gym-to-grpo": ("NeMo Gym rollouts to prompts for GRPO", _grpo_arguments, _transform),
-    "gym-to-sft": ("NeMo Gym rollouts to demonstrations for SFT", _sft_arguments, _transform),
-    "gym-to-dpo": ("NeMo Gym rollouts to pairs of answers for DPO", _dpo_arguments, _transform),
-    "collect": ("sample a recipe's prompts, score the samples, write rollouts", _collect_arguments, _collect),
-    "check": ("check a data file, or all data of a recipe", _check_arguments, _check),
+COMMANDS = {
+    "gym-to-grpo": ("NeMo Gym rollouts to prompts for GRPO", None, _grpo_arguments, _transform),
+    "gym-to-sft": ("NeMo Gym rollouts to demonstrations for SFT", None, _sft_arguments, _transform),
+    "gym-to-dpo": ("NeMo Gym rollouts to pairs of answers for DPO", None, _dpo_arguments, _transform),
+    "collect": ("sample a recipe's prompts, score the samples, write rollouts", True, _collect_arguments, _collect),
+    "check": ("check a data file, or all data of a recipe", False, _check_arguments, _check),
 }

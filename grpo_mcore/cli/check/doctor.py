@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this verb."""
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--recipe", help="check for this recipe: its folders, model, nodes and accelerators")
     parser.add_argument("--cluster", action="store_true", help="check every node of the Ray cluster at RAY_ADDRESS")

@@ -18,7 +18,6 @@ TINY = "tiny:"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the verb."""
     parser.description = (
         "Compare the policy's log-probs and gradients with transformers, in float32 on CPU. Exit code 1 if they differ."
     )

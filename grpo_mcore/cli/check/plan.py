@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
     parser.add_argument("--json", action="store_true", help="print JSON")
     devices = "A100-40GB, A100, H100 (default), H200, B200, GB200, GB300, RTX4090 or cpu"
     parser.add_argument("--device", metavar="NAME", help=devices)

@@ -2,42 +2,15 @@
 `grpo-mcore refit verify RECIPE`: refit once, then compare the log-probs of engines and policy."""
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_mcore.cli.json_output import print_json
-from grpo_mcore.recipe import Problem, RecipeError, is_override, load_recipe
+from grpo_mcore.recipe import Problem, RecipeError, load_recipe
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line after `grpo-mcore refit`."""
-    parser = argparse.ArgumentParser(prog="grpo-mcore refit", description="Plan or verify a refit.")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    plan = commands.add_parser(
-        "plan",
-        help="print and draw the plan of a recipe; needs no GPU",
-        usage="grpo-mcore refit plan RECIPE [--json] [--picture FILE] [key=value ...]",
-    )
-    plan.add_argument("--json", action="store_true", help="print the costs of the refit as JSON instead")
-    plan.add_argument("--picture", type=Path, metavar="FILE", help="draw bytes by link into this PNG")
-    verify = commands.add_parser(
-        "verify",
-        help="start policy and engines, refit, and compare their log-probs; exit code 1 if they differ",
-        usage="grpo-mcore refit verify RECIPE [key=value ...]",
-    )
-    for command in (plan, verify):
-        command.add_argument("recipe", help="the recipe: a YAML file, or the name of one in recipes/")
-        command.add_argument("overrides", nargs="*", metavar="key=value", help="a value that replaces the recipe's")
-    args, rest = parser.parse_known_args(list(words))  # overrides may stand between options
-    args.overrides += rest
-    if wrong := [word for word in args.overrides if not is_override(word)]:
-        {"plan": plan, "verify": verify}[args.command].error(f"not an override (key=value): {' '.join(wrong)}")
-    return args
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the command. Return 1 if log-probs differ, else 0."""
-    return _plan(args) if args.command == "plan" else _verify(args)
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the costs of the refit as JSON instead")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw bytes by link into this PNG")
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -57,7 +30,6 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    """Print the plan, and draw it with --picture."""
     from grpo_mcore.families.known import known_config
     from grpo_mcore.refit.plan.overview import Overview, draw
     from grpo_mcore.tools.plan.run_plan import plan_shape
@@ -94,3 +66,12 @@ def _plan(args: argparse.Namespace) -> int:
         draw(args.picture, overview)
         print(f"picture {args.picture}")
     return 0
+
+
+COMMANDS = {
+    "plan": ("print and draw the plan of a recipe; needs no GPU", True, _plan_arguments, _plan),
+    "verify": (
+        "start policy and engines, refit, and compare their log-probs; exit code 1 if they differ",
+        True, lambda parser: None, _verify,
+    ),
+}  # fmt: skip

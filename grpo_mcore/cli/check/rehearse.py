@@ -12,7 +12,6 @@ from grpo_mcore.recipe import MasterConfig, load_recipe, recipe_name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
     parser.add_argument(
         "--steps", type=count, metavar="N", help="steps to rehearse; default: 10, or the recipe's, if fewer"
     )

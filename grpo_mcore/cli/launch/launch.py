@@ -13,7 +13,6 @@ TARGETS = ("slurm", "k8s")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the verb."""
     parser.set_defaults(targets=TARGETS)
     parser.usage = "grpo-mcore launch slurm|k8s RECIPE [options] [key=value ...]"
     parser.description = (

@@ -8,7 +8,6 @@ from grpo_mcore.recipe import load_recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this verb."""
     parser.description = (
         "Fetch the models, tokenizers, reward models and datasets of a recipe into one cache, then open each of them "
         "in a second process that may not use the network."

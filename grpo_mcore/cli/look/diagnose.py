@@ -10,7 +10,6 @@ from grpo_mcore.cli.numbers import count, local
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the verb."""
     parser.description = (
         "Exchange one part of a recorded step after the other for what it should be (recipe, prompts, rewards, "
         "advantages, mask, log-probs, loss), and name those that differ. Exit code 1 if one does."

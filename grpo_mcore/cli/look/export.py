@@ -9,7 +9,6 @@ from grpo_mcore.cli.numbers import local
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the verb."""
     parser.description = (
         "Write a checkpoint, of any layout, as a folder that transformers, vLLM and a new run can load. "
         "Runs in one process on the CPU; no engine, no Ray, no GPU."

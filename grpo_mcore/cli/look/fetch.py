@@ -7,7 +7,6 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the verb."""
     parser.description = (
         "Fetch the newest whole checkpoint of a run, its ledger and its logs into a folder. Credentials "
         "come from the environment, as for the run."

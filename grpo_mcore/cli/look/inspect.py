@@ -10,7 +10,6 @@ ANSWER_S = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the verb."""
     parser.description = (
         "Ask the processes of a run what they are doing: stacks, collectives and their numbers, equal ones "
         "together, those that the others wait for first. On the machine of the driver. The run goes on."

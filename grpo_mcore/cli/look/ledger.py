@@ -10,7 +10,6 @@ SHOWN = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the verb."""
     parser.description = "Audit a run: every prompt is used exactly once, no sample is too old."
     places = "a run's log folder, its folder of checkpoints, or its ledger.jsonl"
     parser.add_argument("run", type=local, metavar="RUN", help=places)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the verb."""
     parser.description = (
         "Compute log-probs, loss and gradient of a recorded step again, from the checkpoint before it, and "
         "name the first layer, sample or token that differs. Exit code 1 if anything does."

@@ -10,7 +10,6 @@ from grpo_mcore.cli.numbers import local
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the verb."""
     parser.description = (
         "Write one page that shows a run and needs no network: alarms, curves, device-seconds, a timeline "
         "of each step, samples with every token. Of several runs: a table, best first, of where each stands and which "

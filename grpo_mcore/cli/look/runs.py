@@ -10,7 +10,6 @@ from grpo_mcore.cli.numbers import local
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the verb."""
     parser.description = (
         "List every run below a folder, best first: its state, step, score, hours, and the settings in "
         "which the runs differ. `grpo-mcore report RUN RUN ...` draws them."

@@ -11,7 +11,6 @@ from grpo_mcore.cli.numbers import count, local
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the verb."""
     parser.description = (
         "Compare the log-probs of policy and engine with transformers in float64, and name why one "
         "differs. Exit code 1 if one does."

@@ -7,7 +7,6 @@ from grpo_mcore.cli.numbers import amount, local
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the verb."""
     parser.description = (
         "Show a run in the terminal: progress, curves, devices, alarms, newest samples. Ctrl-C leaves it; "
         "the run goes on."

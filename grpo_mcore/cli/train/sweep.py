@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the verb."""
     parser.usage = "grpo-mcore sweep RECIPE key=a,b,c [key=x,y] [--seeds N] [options] [key=value ...]"
     parser.description = (
         "Train a recipe with each combination of the values given, one run after the other or each as a job. "

@@ -7,21 +7,23 @@ import pytest
 
 from grpo_mcore.algorithms.evaluate import EvalError
 from grpo_mcore.cli.main import main
-from grpo_mcore.cli.train.eval import parse
+from grpo_mcore.cli.train import eval as verb
 from grpo_mcore.recipe import load_recipe
 from grpo_mcore.tools.evaluation import models_by_name, report_page
 from grpo_mcore.tools.report.comparison import differing_settings
 from tests.unit.step import step_cases
 
 
-def test_models_recipe_and_overrides_in_any_order() -> None:
-    words = ["a/model", "eval.seed=3", "--config", "my.yaml", "results/step_4", "+env.x.y=1"]
-    args = parse(words)
-    assert (args.models, args.overrides, args.config) == (
-        ["a/model", "results/step_4"], ["eval.seed=3", "+env.x.y=1"], "my.yaml",
-    )  # fmt: skip
-    args = parse(["my.yaml", "a/model"])
-    assert (args.models, args.config) == (["a/model"], "my.yaml")
+def test_models_recipe_and_overrides_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(verb, "run", lambda args: seen.append((args.models, args.overrides, args.recipe)) or 0)
+    assert main("eval a/model eval.seed=3 --config my.yaml results/step_4 +env.x.y=1".split()) == 0
+    assert main("eval my.yaml a/model".split()) == main(["eval"]) == 0
+    assert seen == [
+        (["a/model", "results/step_4"], ["eval.seed=3", "+env.x.y=1"], "my.yaml"),
+        (["a/model"], [], "my.yaml"),
+        ([], [], None),
+    ]
 
 
 def test_checkpoints_of_two_runs_have_names_of_their_own(tmp_path: Path) -> None:
