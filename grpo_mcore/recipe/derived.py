@@ -469,3 +469,34 @@ def environment_class(name: str, section: Mapping[str, Any]) -> tuple[str, dict[
         path, options = rest.pop("path"), rest.pop("options", None)
         return str(path), {**(options or {}), **rest}
     return (VERIFIERS if VERIFIERS in rest else name), rest
+
+
+def _sections_of_training(config: RecipeSections) -> list[tuple[str, dict[str, Any]]]:
+    """Return the `environment_class` of each environment that scores training data."""
+    names = {entry.env_name for entry in config.data.train}
+    return [environment_class(name, section) for name, section in config.env.items() if name in names]
+
+
+def reward_names(config: RecipeSections) -> set[str] | None:
+    """Return the names of the rewards that samples of the training data get. None where only the run tells: an
+    environment of one's own, an agent's, or none."""
+    names, environments = set[str](), _sections_of_training(config)
+    for kind, section in environments:
+        if kind == "math":
+            names |= {"correct", "format"} if section.get("format_pattern") is not None else set()
+        elif kind == "rules":
+            names |= {*(section.get("components") or ())} | {
+                str(part["name"]) for part in section.get("reward_functions") or () if "name" in part
+            }
+        elif kind not in ("code", "reward_model"):
+            return None
+    return names if environments else None
+
+
+def gives_negative_rewards(config: RecipeSections) -> bool:
+    """Return whether the sections of the environments that score training data name a reward or weight below 0."""
+    keys = ("timeout_reward", "verify_timeout_reward", "unfinished_reward", "weight")
+    sections = [section for _, section in _sections_of_training(config)]
+    parts = [part for section in sections for part in (section.get("components") or {}).values()]
+    values = [part.get(key) for part in [*sections, *parts] if isinstance(part, Mapping) for key in keys]
+    return any(isinstance(value, int | float) and value < 0 for value in values)

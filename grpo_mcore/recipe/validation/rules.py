@@ -8,7 +8,13 @@ from typing import Any
 import yaml
 
 from grpo_mcore.layout import Finding
-from grpo_mcore.recipe.derived import environment_class, trains_on_rewards, uses_images
+from grpo_mcore.recipe.derived import (
+    environment_class,
+    gives_negative_rewards,
+    reward_names,
+    trains_on_rewards,
+    uses_images,
+)
 from grpo_mcore.recipe.errors import in_yaml, nearest_hint
 from grpo_mcore.recipe.schema.master import GYM, VERIFIERS, RecipeSections, algorithm_of, value_at
 
@@ -70,6 +76,8 @@ DERIVED: dict[str, Callable[[RecipeSections], Any]] = {
     "algorithm": algorithm_of,
     "agents": lambda config: any(environment_class(*of_env)[0] in (GYM, VERIFIERS) for of_env in config.env.items()),
     "images": uses_images,
+    "named_rewards": lambda config: None if (names := reward_names(config)) is None else len(names),
+    "negative_rewards": gives_negative_rewards,
     "rewards": trains_on_rewards,
 }
 """Facts of a recipe that a rule may name under `if`, besides keys."""
@@ -85,7 +93,7 @@ def _is_in(value: Any, state: Any, config: Any) -> bool:
         ((kind, other),) = state.items()
         if kind == "not":
             return not _is_in(value, other, config)
-        limit = value_at(config, other)
+        limit = value_at(config, other) if isinstance(other, str) else other
         return None not in (value, limit) and (value > limit if kind == "above" else value < limit)
     if isinstance(state, bool):
         is_off = value in (None, {}, [], "") or (isinstance(value, int) and value == 0)

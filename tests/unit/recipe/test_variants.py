@@ -89,11 +89,12 @@ def test_a_preset_holds_only_an_algorithm_and_says_what_it_is(path: Path) -> Non
 def test_of_two_presets_of_algorithms_the_last_decides_alone(path: Path) -> None:
     """Each sets the same keys, so that nothing of the recipe's own algorithm is left."""
     keys = {f"{section}.{key}" for section, values in yaml.safe_load(path.read_text()).items() for key in values}
-    alone = load_recipe(DEMO, [f"defaults=presets/{path.stem}"])
+    words = ["env.math.format_pattern=.*"]  # gdpo needs two rewards
+    alone = load_recipe(DEMO, [f"defaults=presets/{path.stem}", *words])
     number = ALGORITHMS.index(path)
     neighbours = [ALGORITHMS[number - 1], ALGORITHMS[number - 5]]
     for other in {*neighbours, FOLDER.parent / "presets" / "dapo.yaml"}:  # which sets most keys
-        after_other = load_recipe(DEMO, [f"defaults=[presets/{other.stem}, presets/{path.stem}]"])
+        after_other = load_recipe(DEMO, [f"defaults=[presets/{other.stem}, presets/{path.stem}]", *words])
         theirs = yaml.safe_load(other.read_text())
         common = {f"{section}.{key}" for section, values in theirs.items() for key in values} & keys
         assert common >= COMMON
