@@ -103,6 +103,8 @@ STATISTICS = {
     "kl": Statistic(("kl_penalty", "kl_in_reward")),
     "mismatch": Statistic(("token_mult_prob_error",), "excess", 0.3),
     "equal_groups": Statistic(("zero_advantage_rate",), "share"),
+    "critic_loss": Statistic(("critic/loss",), "log", 0.05),
+    "explained_var": Statistic(("critic/explained_var",), "excess"),
     "loss": Statistic(("val_loss", "loss"), tested=False),
     "tokens": Statistic(("tokens",), tested=False),
     "truncated": Statistic(("truncation_rate",), tested=False),

@@ -1,6 +1,7 @@
 """Name what makes a run go otherwise than those of its band: one part after the other is exchanged for what it should
 be, from the recipe to the loss, on a step that the run has recorded."""
 
+import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +40,8 @@ WITHOUT_EFFECT = (
     "policy.train_micro_batch_size", "policy.sequence_packing", "policy.dynamic_batching", "policy.generation.vllm_cfg",
     "policy.generation.colocated", "policy.model_name", "policy.tokenizer.name",
 )  # fmt: skip
-"""Beginnings of keys that say how something is computed, where it lies or how often it is looked at."""
+"""Beginnings of keys that say how something is computed, where it lies or how often it is looked at; a critic's are as
+those of the policy."""
 LAYOUT = ("parallel_size", "num_workers", "sequence_parallel", "data_path")
 """Ends of such keys. The data is compared row by row."""
 
@@ -120,7 +122,8 @@ def of_settings(case: DiagnosedRun) -> Iterator[WrongPart]:
     shown = {key: value for key, value in case.reference.items() if HIDDEN not in str(value)}
     for change in changes(shown, case.config):
         key, theirs, mine = change.key, change.saved, change.new
-        if key in own.keys() | shown.keys() and not key.startswith(WITHOUT_EFFECT) and not key.endswith(LAYOUT):
+        without_effect = re.sub(r"^value\.", "policy.", key).startswith(WITHOUT_EFFECT) or key.endswith(LAYOUT)
+        if key in own.keys() | shown.keys() and not without_effect:
             again = f"grpo-mcore train RECIPE {shlex.quote(f'{key}={theirs}')}"
             yield WrongPart(key, f"{mine} in the run, {theirs} in the recipe", again)
 
@@ -276,7 +279,8 @@ def of_loss(case: DiagnosedRun) -> Iterator[WrongPart]:
     computed = replay(config, case.rows, case.step, start, case.scratch)
     difference = compare(computed, case.recorded, config.policy.precision)
     if difference.first is not None:
-        part = "loss" if "the loss, though" in difference.first else "update"
+        parts = {"the critic's": "critic", "the loss": "loss"}
+        part = next((part for text, part in parts.items() if difference.first.startswith(text)), "update")
         yield WrongPart(part, difference.first, case.command("replay", "--step", str(case.step), "--layout", "TP1"))
 
 

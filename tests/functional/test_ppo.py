@@ -1,5 +1,6 @@
 """Whole runs with a critic in one process: it learns before the policy, is saved, resumed with it, and exported."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,10 @@ from safetensors.torch import load_file
 
 from grpo_mcore.cli.main import main
 from grpo_mcore.observe import audit, read_ledger
+from grpo_mcore.observe.band import settings_of
+from grpo_mcore.tools.diagnose import DiagnosedRun, of_loss, of_settings
+from grpo_mcore.tools.replay.replay import recorded_step
+from grpo_mcore.tools.report.run_files import recorded_run
 from tests.functional.runs import Run, Task, assert_one_message, finished, grpo_recipe, make_base_config, run_here
 
 CRITIC = ("loss", "grad_norm", "lr", "values_mean", "values_min", "values_max", "returns_mean", "value_clip_fraction")
@@ -76,6 +81,19 @@ def test_it_is_followed_bit_for_bit(recipe: dict[str, Any], whole: Run, tmp_path
     assert all(own.read_bytes() == recorded.read_bytes() for own, recorded in zip(*saved, strict=True))
     followed = json.loads((run.logs / "summary.json").read_text())["followed"]
     assert followed["steps"] == 4 and followed["differs_first"] is None and followed["worst_logprob"] == 0
+
+
+def test_a_critic_that_was_otherwise_is_named(whole: Run, tmp_path: Path) -> None:
+    folder, config = recorded_run(whole.logs)
+    settings = settings_of(config.model_dump(mode="json"))
+    case = DiagnosedRun(folder, config, 3, *recorded_step(folder, 3), whole.metrics(), settings, tmp_path)
+    assert list(of_loss(case)) == []
+    metrics = case.recorded.metrics | {"critic/loss": 1 + case.recorded.metrics["critic/loss"], "loss": 9.0}
+    (found,) = of_loss(dataclasses.replace(case, recorded=dataclasses.replace(case.recorded, metrics=metrics)))
+    assert found.part == "critic" and found.evidence.startswith("the critic's loss, though all log-probs agree: ")
+    key, elsewhere = "value.megatron_cfg.optimizer.lr", {"value.model_name": "a", "value.tokenizer.name": "a"}
+    (found,) = of_settings(dataclasses.replace(case, reference=settings | elsewhere | {key: 1.0}))
+    assert (found.part, found.evidence) == (key, "0.002 in the run, 1.0 in the recipe")
 
 
 def test_a_saved_critic_is_exported_as_a_classifier(whole: Run, tmp_path: Path) -> None:

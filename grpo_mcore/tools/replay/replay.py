@@ -207,10 +207,13 @@ def replay(
 
 def compare(replay: Replay, other: Replay, precision: str) -> StepDifference:
     """Compare two computations of a step. The first place where they differ is looked for from the bottom up: in the
-    layers, then in the log-probs of the tokens, in the loss, and in the norm of the gradient."""
-    loss = abs(replay.metrics.get("loss", math.nan) - other.metrics.get("loss", math.nan))
-    norms = [computed.metrics.get("grad_norm", math.nan) for computed in (replay, other)]
-    gradient = abs(norms[0] - norms[1]) / max(norms[1], 1e-12)
+    layers, then in the log-probs of the tokens, in the loss and the norm of the gradient, first of a critic's."""
+    losses, norms = (
+        {of: [it.metrics.get(f"{of}{name}", math.nan) for it in (replay, other)] for of in ("critic/", "")}
+        for name in ("loss", "grad_norm")
+    )
+    loss = {of: abs(pair[0] - pair[1]) for of, pair in losses.items()}
+    gradient = {of: abs(pair[0] - pair[1]) / max(pair[1], 1e-12) for of, pair in norms.items()}
     gaps = {
         name: (replay.logprobs[name] - other.logprobs[name]).abs() for name in replay.logprobs if name in other.logprobs
     }
@@ -225,13 +228,13 @@ def compare(replay: Replay, other: Replay, precision: str) -> StepDifference:
                     f"{other.logprobs[name][token]:.6f}"
                 )
                 break
-    if first is None and loss > LOSS_LIMIT[precision]:
-        first = (
-            f"the loss, though all log-probs agree: {replay.metrics['loss']:.8g} against {other.metrics['loss']:.8g}"
-        )
-    if first is None and gradient > GRADIENT_LIMIT[precision]:
-        first = f"the norm of the gradient, though loss and log-probs agree: {norms[0]:.6g} against {norms[1]:.6g}"
-    return StepDifference((replay.name, other.name), loss, gradient, logprob, first)
+    for of, whose in (("critic/", "the critic's"), ("", "the")):
+        if first is None and loss[of] > LOSS_LIMIT[precision]:
+            first = f"{whose} loss, though all log-probs agree: {losses[of][0]:.8g} against {losses[of][1]:.8g}"
+        if first is None and gradient[of] > GRADIENT_LIMIT[precision]:
+            first = f"{whose} norm of the gradient, though loss and log-probs agree: "
+            first += f"{norms[of][0]:.6g} against {norms[of][1]:.6g}"
+    return StepDifference((replay.name, other.name), loss[""], gradient[""], logprob, first)
 
 
 def _first_layer(replay: Replay, other: Replay, limit: float) -> str | None:

@@ -15,9 +15,11 @@ from grpo_mcore.tools.report.run_files import recorded_run
 from tests.unit.step import step_cases
 
 
-def computed(loss: float = 0.5, norm: float = 2.0, logprob: float = -1.0, layer: float = 3.0) -> Replay:
+def computed(
+    loss: float = 0.5, norm: float = 2.0, logprob: float = -1.0, layer: float = 3.0, critic: float = 0.1
+) -> Replay:
     layers = {"p#0": {4: torch.full((2, 3), layer, dtype=torch.float64)}}
-    metrics = {"loss": loss, "grad_norm": norm}
+    metrics = {"loss": loss, "grad_norm": norm, "critic/loss": critic, "critic/grad_norm": 10 * critic}
     return Replay("one", metrics, {"p#0": torch.tensor([0.0, -2.0, logprob])}, layers)
 
 
@@ -27,6 +29,8 @@ def computed(loss: float = 0.5, norm: float = 2.0, logprob: float = -1.0, layer:
         ({}, None),
         ({"norm": 2.001}, None),
         ({"norm": 2.01}, "the norm of the gradient, though loss and log-probs agree: 2 against 2.01"),
+        ({"norm": 9.0, "critic": 0.10001}, "the norm of the gradient, though loss and log-probs agree: 2 against 9"),
+        ({"loss": 0.6, "critic": 0.2}, "the critic's loss, though all log-probs agree: 0.1 against 0.2"),
         ({"norm": 9.0, "loss": 0.6}, "the loss, though all log-probs agree: 0.5 against 0.6"),
         ({"loss": 0.6, "logprob": -1.1}, "the log-prob of token 2 of sample p#0: -1.000000 against -1.100000"),
         ({"logprob": -1.1, "layer": 4.0}, "the output of layer 4: at token 0 of sample p#0"),
