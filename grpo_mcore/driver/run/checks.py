@@ -446,6 +446,32 @@ def check_checkpointing(config: MasterConfig, algorithm: Algorithm = "grpo") -> 
         )
 
 
+def warn_of_schedule(config: MasterConfig, algorithm: Algorithm, batches: int | None) -> None:
+    """Warn where the run ends before the learning rate has risen, or the data before it has fallen. `batches`: those of
+    an epoch of the training data; None where it has no end."""
+    settings, models = config[algorithm], {"policy": config.policy}
+    if config.value is not None and config.ppo.enabled:
+        models["value"] = config.value
+    given = settings.max_num_steps if batches is None else batches * settings.max_num_epochs
+    steps, seen = min(settings.max_num_steps, given), list[Any]()
+    for name, model in models.items():
+        scheduler, key = model.megatron_cfg.scheduler, f"{name}.megatron_cfg.scheduler"
+        if scheduler in seen:
+            continue
+        seen.append(scheduler)
+        if scheduler.lr_warmup_iters >= steps > 0:
+            logger.warning(
+                "%s.lr_warmup_iters: the warm-up takes %d steps and the run at most %d, so the learning rate never "
+                "reaches lr", key, scheduler.lr_warmup_iters, steps,
+            )  # fmt: skip
+        elif scheduler.lr_decay_style != "constant" and scheduler.lr_decay_iters > given:
+            logger.warning(
+                "%s.lr_decay_iters: the learning rate falls over %d steps, and the data is enough for %d "
+                "(%s.max_num_epochs is %d), so it never comes to min_lr; set this or %s.max_num_steps to %d",
+                key, scheduler.lr_decay_iters, given, algorithm, settings.max_num_epochs, algorithm, given,
+            )  # fmt: skip
+
+
 def check_writable(config: MasterConfig, log_run: str | None = None, *, keep: bool = True) -> None:
     """Make the folders of logs and checkpoints, and raise SetupError for one that cannot be written. `log_run`: the
     folder in logger.log_dir in which a resumed run goes on, whose files may be another user's. Without `keep`, folders

@@ -52,6 +52,7 @@ from grpo_mcore.driver.run.checks import (
     check_writable,
     choose_precision,
     image_reader,
+    warn_of_schedule,
 )
 from grpo_mcore.driver.run.environment_checks import CHECKED_ROWS, check_columns, check_environments
 from grpo_mcore.driver.run.setup import (
@@ -178,6 +179,8 @@ def prepare(
         check_columns(config, data.first_rows(CHECKED_ROWS, validation=False))
     if algorithm != "eval":  # raises where the data has too few rows, or others than the run that is resumed
         prepared.dataloader, prepared.val_dataloader = _build_loaders(config, algorithm, data)
+        endless = config.data.use_multiple_dataloader
+        warn_of_schedule(config, algorithm, None if endless else len(prepared.dataloader))
         if (position := checkpointer.position()) is not None:
             check_same_data(position.stream, prepared.dataloader)
     if algorithm == "grpo" and config.grpo.max_rollout_turns > 1:

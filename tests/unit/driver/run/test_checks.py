@@ -208,6 +208,42 @@ def test_a_loss_that_ranks_by_its_highest_is_said(
     assert not caplog.text
 
 
+SCHEDULE = "policy.megatron_cfg.scheduler"
+UP = "megatron_cfg.scheduler.lr_warmup_iters: the warm-up takes {} steps and the run at most {}, so"
+DOWN = "lr_decay_iters: the learning rate falls over {} steps, and the data is enough for {} (grpo.max_num_epochs is 2)"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "batches", "said"),
+    [
+        ({"lr_warmup_iters": 20}, 10, ["policy." + UP.format(20, 20)]),
+        ({"lr_warmup_iters": 20, "grpo.max_num_steps": 20}, None, ["policy." + UP.format(20, 20)]),
+        ({"lr_warmup_iters": 19}, 10, []),
+        ({"lr_decay_style": "cosine", "lr_decay_iters": None}, 10, ["scheduler." + DOWN.format(1000000, 20)]),
+        ({"lr_decay_style": "linear", "lr_decay_iters": 21}, 10, ["scheduler." + DOWN.format(21, 20)]),
+        ({"lr_decay_style": "linear", "lr_decay_iters": 20}, 10, []),
+        ({"lr_decay_style": "linear", "lr_decay_iters": 21, "grpo.max_num_steps": 5, "lr_warmup_iters": 0}, 11, []),
+        ({"lr_decay_style": "linear", "lr_decay_iters": None}, None, []),
+        ({"lr_warmup_iters": 30, "ppo.enabled": True}, 10, ["policy." + UP.format(30, 20)]),
+        ({"ppo.enabled": True, "value.megatron_cfg.scheduler.lr_warmup_iters": 40}, 10, ["value." + UP.format(40, 20)]),
+    ],
+)  # fmt: skip
+def test_a_learning_rate_that_the_run_or_its_data_ends_before_is_said(
+    overrides: dict[str, Any], batches: int | None, said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    plain: dict[str, Any] = {"policy": {"model_name": "m"}, "data": {"train": {"data_path": "x"}}}
+    plain["grpo"] = {"max_num_epochs": 2}
+    for key, value in overrides.items():
+        *path, name = (key if "." in key else f"{SCHEDULE}.{key}").split(".")
+        section = plain
+        for part in path:
+            section = section.setdefault(part, {})
+        section[name] = value
+    checks.warn_of_schedule(MasterConfig.model_validate(plain), "grpo", batches)
+    assert len(caplog.messages) == len(said)
+    assert all(part in message for part, message in zip(said, caplog.messages, strict=True))
+
+
 @pytest.mark.parametrize(
     ("family", "has_engine", "overrides", "problem"),
     [
