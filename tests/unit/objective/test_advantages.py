@@ -141,6 +141,8 @@ def test_advantages_are_the_formula(rows, normalize: bool, leave_one_out: bool) 
 def test_rewards_that_differ_by_rounding_are_equal_around_zero_too(rewards: list[float]) -> None:
     found = grpo_advantages(torch.tensor(rewards, dtype=torch.float64), torch.zeros(4, dtype=torch.int64), eps=0.0)
     assert found.advantages.tolist() == [0.0] * 4
+    small_but_real = grpo_advantages(torch.tensor([0.350, 0.351]), torch.zeros(2, dtype=torch.int64))
+    assert float(small_but_real.advantages.abs().min()) > 1
 
 
 def test_group_stats_by_id() -> None:
@@ -154,42 +156,6 @@ def test_group_stats_by_id() -> None:
     assert stats.informative.tolist() == [True, True]
 
 
-@pytest.mark.parametrize("value", [0.0, 0.1, 0.35, 0.95, -1e6, 1e-30])
-@pytest.mark.parametrize("leave_one_out", [False, True])
-def test_equal_rewards_give_exactly_zero(value: float, leave_one_out: bool) -> None:
-    for rewards in (torch.full((7,), value), torch.full((7,), value, dtype=torch.float64)):
-        result = grpo_advantages(rewards, torch.zeros(7, dtype=torch.int64), leave_one_out=leave_one_out)
-        assert not result.advantages.any()
-        assert not result.groups.std.any() and not result.groups.informative.any()
-
-
-def test_one_winner_is_normalised_like_its_siblings() -> None:
-    rewards = torch.tensor([1.0] + [0.0] * 7)
-    result = grpo_advantages(rewards, torch.zeros(8, dtype=torch.int64), leave_one_out=True)
-    std = statistics.stdev(rewards.tolist())
-    assert float(result.advantages[0]) == pytest.approx(1 / std, rel=1e-5)
-    assert float(result.advantages[1]) == pytest.approx(-1 / 7 / std, rel=1e-5)
-    assert float(result.advantages.sum()) == pytest.approx(0, abs=1e-12)
-
-
-def test_float32_cancellation_does_not_blow_up() -> None:
-    # E[x^2] - E[x]^2 in float32 gives a tiny std for seven equal rewards, hence advantages of thousands.
-    rewards = torch.tensor([0.0] + [0.95] * 7)
-    for leave_one_out in (False, True):
-        result = grpo_advantages(rewards, torch.zeros(8, dtype=torch.int64), leave_one_out=leave_one_out)
-        assert float(result.advantages.abs().max()) < 3.5
-
-
-def test_rewards_that_differ_by_rounding_only_are_equal() -> None:
-    rewards = torch.tensor([0.35, 0.35, 0.1 + 0.25, 0.3 + 0.05], dtype=torch.float32)
-    rewards[1] = torch.nextafter(rewards[1], torch.tensor(1.0))
-    assert len(set(rewards.tolist())) > 1
-    result = grpo_advantages(rewards, torch.zeros(4, dtype=torch.int64))
-    assert not result.advantages.any()
-    small_but_real = grpo_advantages(torch.tensor([0.350, 0.351]), torch.zeros(2, dtype=torch.int64))
-    assert float(small_but_real.advantages.abs().min()) > 1
-
-
 def test_group_of_one_and_failed_groups() -> None:
     rewards = torch.tensor([3.0, math.nan, 1.0, math.nan])
     valid = torch.tensor([True, False, True, False])
@@ -197,32 +163,6 @@ def test_group_of_one_and_failed_groups() -> None:
     assert result.advantages.tolist() == [0.0] * 4
     assert result.groups.size.tolist() == [1, 0, 1]
     assert not result.groups.informative.any()
-
-
-def test_a_failed_sample_does_not_change_its_group() -> None:
-    kept = grpo_advantages(torch.tensor([1.0, 0.0, 1.0]), torch.zeros(3, dtype=torch.int64))
-    with_failed = grpo_advantages(
-        torch.tensor([1.0, 0.0, -100.0, 1.0]),
-        torch.zeros(4, dtype=torch.int64),
-        torch.tensor([True, True, False, True]),
-    )
-    assert with_failed.advantages[[0, 1, 3]].tolist() == kept.advantages.tolist()
-    assert float(with_failed.advantages[2]) == 0.0
-
-
-@settings(deadline=None, max_examples=40)
-@given(seed=st.integers(0, 2**32 - 1), normalize=st.booleans(), leave_one_out=st.booleans())
-def test_neither_order_nor_names_of_groups_matter(seed: int, normalize: bool, leave_one_out: bool) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, 5, (24,), generator=generator)
-    rewards = torch.randn(24, generator=generator)
-    valid = torch.rand(24, generator=generator) < 0.8
-    options = {"normalize": normalize, "leave_one_out": leave_one_out}
-    expected = grpo_advantages(rewards, ids, valid, **options).advantages
-    order = torch.randperm(24, generator=generator)
-    names = torch.randperm(100, generator=generator)[:5] - 50
-    found = grpo_advantages(rewards[order], names[ids][order], valid[order], **options).advantages
-    torch.testing.assert_close(found, expected[order], rtol=1e-13, atol=1e-13)
 
 
 def test_bad_rewards_are_named() -> None:
@@ -241,11 +181,6 @@ def test_group_index_and_clipping() -> None:
     assert clip_advantages(advantages) is advantages
     with pytest.raises(ValueError, match="advantage_clip_low"):
         clip_advantages(advantages, 1.0, -1.0)
-
-
-def test_no_samples() -> None:
-    result = grpo_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64))
-    assert result.advantages.shape == (0,) and result.groups.size.shape == (0,)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from statistics import fmean
 
 import numpy
 import pytest
@@ -87,11 +86,6 @@ def test_optimizer_steps_of_equal_counts_are_their_mean() -> None:
     assert single.pop("sequence_mult_prob_error_p95") <= p95 <= single["sequence_mult_prob_error_max"]
     assert double == pytest.approx(single, rel=1e-15)
     assert all(isinstance(value, float) for value in double.values())
-
-
-def test_the_mean_over_optimizer_steps_is_the_plain_one() -> None:
-    losses = [0.25, 1.0, -3.0]
-    assert step_metrics([{"loss": loss} for loss in losses]) == {"loss": fmean(losses)}
 
 
 def test_extremes_have_matching_names_and_reductions() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from itertools import product
 
 import pytest
 import torch
@@ -116,17 +117,6 @@ def test_reinforce_plus_plus_from_sums_is_that_of_tokens(rows: list, minus_basel
             assert found.advantages[i] == 0
 
 
-def test_a_masked_sample_counts_in_its_groups_mean_only() -> None:
-    rows = [(0, 1.0, 0.0, True, [0.5, 0.25]), (0, 0.0, 0.0, True, []), (0, 0.5, 0.0, True, [1.0])]
-    ids, rewards, _, valid, kls = columns(rows)
-    found = estimate_advantages(
-        "reinforce_plus_plus", rewards, ids, valid, tokens=torch.tensor([2, 0, 1]), kl=sample_kl(kls), kl_penalty=0.1
-    )
-    expected = reference_reinforce_plus_plus(rows, True, 0.1)
-    assert by_token(found, kls) == [pytest.approx(e, rel=1e-12) for e in expected]
-    assert found.groups.mean.tolist() == [0.5]
-
-
 def test_token_moments_keep_their_digits() -> None:
     """A large KL at the last token of every sample is in all sums to go: squares around 0 would lose the digits."""
     kls = [[0.001 * ((7 * i + t) % 5) for t in range(20)] + [1000.0] for i in range(6)]
@@ -176,22 +166,6 @@ def test_gdpo(rows: list, weights: tuple[float, float], leave_one_out: bool) -> 
     assert as_list.advantages.tolist() == found.advantages.tolist()  # sorted names: format, right
 
 
-def test_gdpo_with_a_failed_sample_and_a_reward_that_is_equal_in_a_group() -> None:
-    nan = math.nan
-    right = torch.tensor([1.0, 0.0, nan, 1.0, 1.0, 1.0, 0.3, 0.3])
-    format = torch.tensor([0.0, 1.0, nan, 1.0, 0.0, 1.0, 0.7, 0.7])
-    ids = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
-    found = estimate_advantages(
-        "gdpo", right + format, ids, ~right.isnan(), leave_one_out=False,
-        rewards_by_name={"right": right, "format": format},
-    ).advantages  # fmt: skip
-    assert found[[2, 6, 7]].tolist() == [0, 0, 0]  # failed; a group in which everything is equal
-    assert found[4] == -found[5] < 0  # a group with equal `right` learns from `format`
-    assert found[0].item() == pytest.approx(found[1].item())  # correct but badly formatted, or the reverse
-    assert found[3] > found[0] and found.sum().item() == pytest.approx(0, abs=1e-12)
-    assert found[[0, 1, 3, 4, 5, 6, 7]].std().item() == pytest.approx(1, rel=1e-5)
-
-
 def test_named_rewards_that_cancel_give_nothing() -> None:
     first = torch.tensor([0.1, 0.7, 0.4, 0.9], dtype=torch.float64)
     found = estimate_advantages(
@@ -214,9 +188,11 @@ def estimate(name: str, rewards: Tensor, ids: Tensor, valid: Tensor | None = Non
 def test_degenerate_groups(name: str) -> None:
     one = torch.zeros(8, dtype=torch.int64)
     valid = torch.tensor([True, False] * 4)
-    for value in (0.0, 0.35, 0.95, -7.0):
-        assert not estimate(name, torch.full((8,), value), one).any()  # all equal
-        assert not estimate(name, torch.full((8,), value), one, minus_baseline=False).any()
+    for value, dtype in product((0.0, 0.35, 0.95, -7.0, -1e6, 1e-30), (torch.float32, torch.float64)):
+        equal = torch.full((8,), value, dtype=dtype)
+        for options in ({}, {"minus_baseline": False}, {"leave_one_out": False}):
+            assert not estimate(name, equal, one, **options).any()
+        assert not group_stats(equal, one).std.any() and not group_stats(equal, one).informative.any()
     assert not estimate(name, torch.linspace(0, 1, 8), torch.arange(8)).any()  # groups of one
     assert not estimate(name, torch.full((8,), math.nan), one, torch.zeros(8, dtype=torch.bool)).any()  # all failed
     assert estimate(name, torch.zeros(0), one[:0]).shape == (0,)
@@ -231,18 +207,19 @@ def test_degenerate_groups(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("minus_baseline", [True, False])
-def test_no_large_advantages(name: str, minus_baseline: bool) -> None:
+@pytest.mark.parametrize("options", [{}, {"minus_baseline": False}, {"leave_one_out": False}], ids=str)
+def test_no_large_advantages(name: str, options: dict[str, bool]) -> None:
+    """E[x^2] - E[x]^2 in float32 gave seven equal rewards a tiny deviation, hence advantages of thousands."""
     one = torch.zeros(8, dtype=torch.int64)
     winner, cancelling = torch.tensor([1.0] + [0.0] * 7), torch.tensor([0.0] + [0.95] * 7)
     for rewards in (winner, cancelling):
-        found = estimate(name, rewards, one, minus_baseline=minus_baseline)
+        found = estimate(name, rewards, one, **options)
         assert 0.3 < found.abs().max() < 3.5
         assert found[0].abs() == found.abs().max() and (found[1:] == found[1]).all()
     rounding = torch.full((8,), 0.35)
     rounding[3] = torch.nextafter(rounding[3], torch.tensor(1.0))
     assert len(rounding.unique()) == 2
-    assert not estimate(name, rounding, one, minus_baseline=minus_baseline).any()
+    assert not estimate(name, rounding, one, **options).any()
 
 
 @settings(deadline=None, max_examples=30)

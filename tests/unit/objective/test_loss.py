@@ -60,27 +60,10 @@ APPROXIMATION = {
 DERIVATIVES = {
     name: NO_KL | CONFIGS[name]
     for name in (
-        "asymmetric",
-        "dual clip",
-        "sequence level",
-        "dr. grpo",
-        "gspo",
-        "gspo, weights",
-        "gspo, tis",
-        "gspo, icepop",
-        "gspo, product",
-        "gspo, product, tis by age",
-        "gspo, icepop by age",
-        "reinforce",
-        "weights",
-        "tis",
-        "icepop",
-        "seq-mask-tis",
-        "tis by age",
-        "icepop by age",
-        "seq-mask-tis by age",
-        "positive nll",
-    )
+        "asymmetric; dual clip; sequence level; dr. grpo; gspo; gspo, weights; gspo, tis; gspo, icepop; gspo, product; "
+        "gspo, product, tis by age; gspo, icepop by age; reinforce; weights; tis; icepop; seq-mask-tis; tis by age; "
+        "icepop by age; seq-mask-tis by age; positive nll"
+    ).split("; ")
 } | {
     f"on-policy {kind}{', clamped' * (clamp is not None)}": {
         **APPROXIMATION,
