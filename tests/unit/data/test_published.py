@@ -24,12 +24,8 @@ from grpo_mcore.recipe import IMAGE_DATASETS, DatasetEntry, dataset_by_name
 
 LOAD_DATASET = hf.load_dataset
 
-OPEN_MATH = {
-    "problem": "What is 2+3?",
-    "generated_solution": "2+3 is \\boxed{5}.",
-    "expected_answer": "5",
-    "problem_source": "augmented_gsm8k",
-}
+OPEN_MATH = {"problem": "What is 2+3?", "generated_solution": "2+3 is \\boxed{5}.", "expected_answer": "5"}
+OPEN_MATH |= {"problem_source": "augmented_gsm8k"}
 DEEP_SCALER = [
     {"problem": "Solve x+1=3.", "answer": "2", "solution": "Take 1 away: $\\boxed{2}$."},
     {"problem": "Prove it.", "answer": "", "solution": ""},
@@ -42,13 +38,9 @@ DAPO = {
     "extra_info": {"index": "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079"},
 }
 AIME_2024 = {
-    "id": 60,
-    "problem": "Every morning Aya goes for a walk ...",
-    "solution": "nine kilometres ... 204",
-    "answer": "204",
-    "url": "https://example.org/AIME_I_Problem_1",
-    "year": "2024",
-}
+    "id": 60, "problem": "Every morning Aya goes for a walk ...", "solution": "nine kilometres ... 204",
+    "answer": "204", "url": "https://example.org/AIME_I_Problem_1", "year": "2024",
+}  # fmt: skip
 AIME_2025 = {"question": "Find the sum of all integer bases ...", "answer": "70"}
 GSM8K = {
     "question": "Ann saved 1,000 dollars, then 200 more. How much is it?",
@@ -56,22 +48,15 @@ GSM8K = {
 }
 NUMINA = [
     {
-        "problem": "Find x.",
-        "solution": "x is 7.",
-        "answer": answer,
-        "problem_type": "Algebra",
-        "question_type": "math-word-problem",
-        "problem_is_valid": "Yes",
-        "solution_is_valid": "Yes",
-        "source": "olympiads",
-        "synthetic": False,
+        "problem": "Find x.", "solution": "x is 7.", "answer": answer, "problem_type": "Algebra",
+        "question_type": "math-word-problem", "problem_is_valid": "Yes", "solution_is_valid": "Yes",
+        "source": "olympiads", "synthetic": False,
     }
     for answer in ("7", "proof", "notfound", None)
-]
+]  # fmt: skip
 NUMINA += [
-    NUMINA[0] | {"problem_is_valid": "Incomplete"},
-    NUMINA[0] | {"solution_is_valid": "No"},
-    NUMINA[0] | {"question_type": "proof"},
+    NUMINA[0] | change
+    for change in ({"problem_is_valid": "Incomplete"}, {"solution_is_valid": "No"}, {"question_type": "proof"})
 ]
 FLAGS = ("problem_is_valid is 'Incomplete'", "solution_is_valid is 'No'")
 SQUAD = {
@@ -101,20 +86,14 @@ TULU_PAIRS = [
 ]
 HELPSTEER3 = [
     {
-        "domain": "general",
-        "language": "english",
-        "context": [
-            {"role": "user", "content": "1+1?"},
-            {"role": "assistant", "content": "2"},
-            {"role": "user", "content": "sure?"},
-        ],
-        "response1": "first",
-        "response2": "second",
-        "overall_preference": preference,
+        "domain": "general", "language": "english",
+        "context": [{"role": role, "content": text} for role, text in
+                    (("user", "1+1?"), ("assistant", "2"), ("user", "sure?"))],
+        "response1": "first", "response2": "second", "overall_preference": preference,
         "individual_preference": [{"score": preference, "reasoning": "r", "feedback1": "a", "feedback2": "b"}],
     }
     for preference in (-2, 0, 3)
-]
+]  # fmt: skip
 # (message, its parent, role): a tree with a deleted answer and an unanswered question.
 TREE = [
     ("q", None, "prompter", False),
@@ -127,27 +106,14 @@ TREE = [
 ]
 OASST = [
     {
-        "message_id": name,
-        "parent_id": parent,
-        "user_id": "u",
-        "created_date": "2023-02-05",
-        "text": f"text of {name}",
-        "role": role,
-        "lang": "en",
-        "review_count": 3,
-        "review_result": True,
-        "deleted": deleted,
-        "rank": None,
-        "synthetic": False,
-        "model_name": None,
-        "detoxify": {"toxicity": 0.1},
-        "message_tree_id": "q",
-        "tree_state": "ready_for_export",
-        "emojis": {"name": ["+1"], "count": [1]},
+        "message_id": name, "parent_id": parent, "user_id": "u", "created_date": "2023-02-05",
+        "text": f"text of {name}", "role": role, "lang": "en", "review_count": 3, "review_result": True,
+        "deleted": deleted, "rank": None, "synthetic": False, "model_name": None, "detoxify": {"toxicity": 0.1},
+        "message_tree_id": "q", "tree_state": "ready_for_export", "emojis": {"name": ["+1"], "count": [1]},
         "labels": {"name": ["spam"], "value": [0.0], "count": [3]},
     }
     for name, parent, role, deleted in TREE
-]
+]  # fmt: skip
 
 GPQA = {"Question": "Which? ", "Correct Answer": "this", "Incorrect Answer 1": "that"} | {
     f"Incorrect Answer {number}": f"no {number}" for number in (2, 3)
@@ -162,13 +128,9 @@ HUMAN_EVAL = {
     "entry_point": "one",
 }
 MBPP = {
-    "task_id": 11,
-    "text": "Write one.",
-    "code": "def one(): return 1",
-    "test_list": ["assert one() == 1"],
-    "test_setup_code": "",
-    "challenge_test_list": [],
-}
+    "task_id": 11, "text": "Write one.", "code": "def one(): return 1", "test_list": ["assert one() == 1"],
+    "test_setup_code": "", "challenge_test_list": [],
+}  # fmt: skip
 IFEVAL = {
     "key": 1,
     "prompt": "Say it without commas.",

@@ -14,27 +14,14 @@ VARIANTS = sorted(path for path in FOLDER.glob("*.yaml") if path.stem != "curric
 PRESETS = sorted((FOLDER.parent / "presets").glob("*.yaml"))
 ALGORITHMS = [path for path in PRESETS if path.stem != "async"]  # which goes beside any of them
 DEMO = "grpo-arithmetic-cpu"
-COMMON = (
-    {"grpo.adv_estimator", "grpo.normalize_rewards", "grpo.use_leave_one_out_baseline"}
-    | {"grpo.use_dynamic_sampling", "grpo.batch_multiplier"}
-    | {
-        f"loss_fn.{key}"
-        for key in (
-            "policy_term",
-            "policy_term_options",
-            "disable_ppo_ratio",
-            "use_cispo",
-            "token_level_loss",
-            "sequence_level_importance_ratios",
-            "sequence_length_normalizer",
-            "ratio_clip_min",
-            "ratio_clip_max",
-            "reference_policy_kl_penalty",
-            "reference_policy_kl_type",
-            "use_kl_in_reward",
-        )
-    }
-)
+COMMON = {
+    *("grpo.adv_estimator", "grpo.normalize_rewards", "grpo.use_leave_one_out_baseline"),
+    *("grpo.use_dynamic_sampling", "grpo.batch_multiplier"),
+    *(f"loss_fn.{key}" for key in ("policy_term", "policy_term_options", "disable_ppo_ratio", "use_cispo")),
+    *(f"loss_fn.{key}" for key in ("token_level_loss", "sequence_level_importance_ratios", "use_kl_in_reward")),
+    *(f"loss_fn.{key}" for key in ("sequence_length_normalizer", "ratio_clip_min", "ratio_clip_max")),
+    *("loss_fn.reference_policy_kl_penalty", "loss_fn.reference_policy_kl_type"),
+}
 NAMES = ["async", "cispo", "dapo", "dr-grpo", "gdpo", "grpo", "gspo", "reinforce-plus-plus", "rloo"]
 WITHOUT_A_VARIANT = [
     *("clip-cov", "dppo-kl", "dppo-tv", "flash-reinforce", "gfpo", "gmpo", "kl-cov", "luspo", "maxrl", "opo", "ppo"),

@@ -22,6 +22,7 @@ from grpo_mcore.parallel.weights.hf_folder import (
     stored_tensors,
     weight_files,
 )
+from grpo_mcore.tools.demo.arithmetic import make_tokenizer
 from grpo_mcore.tools.demo.tiny_models import make_tiny_model
 
 EMBEDDING, NORM, LAYER = "model.embed_tokens.weight", "model.norm.weight", "model.layers.0.mlp.down_proj.weight"
@@ -304,8 +305,6 @@ def test_an_export_has_the_tokenizer_and_the_template_that_trained(single: Path,
     """Files of the model's tokenizer and of the one that trained had been mixed."""
     from transformers import AutoTokenizer
 
-    from grpo_mcore.tools.demo.arithmetic import make_tokenizer
-
     make_tokenizer(single)
     other, out = tmp_path / "other", tmp_path / "out"
     make_tokenizer(other)
@@ -336,8 +335,6 @@ def test_an_export_has_the_tokenizer_and_the_template_that_trained(single: Path,
 
 def test_a_tokenizer_or_a_template_that_is_not_there_is_named(single: Path, tmp_path: Path) -> None:
     """It was said that the export could not be written."""
-    from grpo_mcore.tools.demo.arithmetic import make_tokenizer
-
     make_tokenizer(single)
     (tmp_path / "empty").mkdir()
     writer = HfFolderWriter(tmp_path / "out", shape(single), torch.float32)
@@ -368,8 +365,6 @@ def test_values_of_the_template_in_training_are_the_exports_defaults(single: Pat
     """Trained with `enable_thinking: false`, a Qwen 3 was served with prompts that ask for thoughts."""
     from transformers import AutoTokenizer
 
-    from grpo_mcore.tools.demo.arithmetic import make_tokenizer
-
     make_tokenizer(single)
     template = (
         "{%- macro effort() %}"
@@ -393,8 +388,6 @@ def test_values_of_the_template_in_training_are_the_exports_defaults(single: Pat
 
 def test_the_export_of_a_read_only_model_can_be_written(single: Path, tmp_path: Path) -> None:
     """Shared models have mode 0444; copies with that mode refused the changes of config.json and of the tokenizer."""
-    from grpo_mcore.tools.demo.arithmetic import make_tokenizer
-
     make_tokenizer(single)
     (single / "additional_chat_templates").mkdir()
     (single / "additional_chat_templates" / "rag.jinja").write_text("")
@@ -421,8 +414,7 @@ def test_transformers_loads_the_export_of_a_model_whose_padding_token_has_no_emb
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     tokenizer.save_pretrained(single)
     assert tokenizer.pad_token_id >= shape(single).vocab_size
-    writer = HfFolderWriter(tmp_path / "out", shape(single), torch.float32)
-    writer.create(single)
+    HfFolderWriter(tmp_path / "out", shape(single), torch.float32).create(single)
     assert "pad_token_id" not in json.loads((tmp_path / "out" / "generation_config.json").read_text())
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
@@ -474,8 +466,6 @@ def test_an_export_names_no_program_that_it_lacks(single: Path, tmp_path: Path, 
 
 def test_a_tokenizer_is_exported_in_the_form_in_which_it_was_published(single: Path, tmp_path: Path) -> None:
     """Saved by transformers 5, it was refused by transformers 4: no class TokenizersBackend, a list of tokens."""
-    from grpo_mcore.tools.demo.arithmetic import make_tokenizer
-
     make_tokenizer(single)
     file, template = single / "tokenizer_config.json", (single / "chat_template.jinja").read_text()
     settings = json.loads(file.read_text())
