@@ -12,6 +12,7 @@ from grpo_mcore.base.processes import free_port
 from grpo_mcore.environments.math import math_environment
 from grpo_mcore.environments.verifier_pool import Result, VerifierPool, WorkerSpec
 from tests.functional.runs import Run, Task, make_task, run_here, sft_recipe
+from tests.functional.slurm import Slurm, loopback, why_not
 
 _pools: dict[WorkerSpec, VerifierPool] = {}
 _tasks: list[Task] = []
@@ -91,3 +92,11 @@ def model(sft_run: Run) -> Path:
     """Return a model that answers 0 or 1 and is right about half of the time."""
     assert sft_run.code == 0, sft_run.err
     return sft_run.checkpoints / "hf"
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with loopback() as running:
+        yield running

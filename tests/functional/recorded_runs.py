@@ -1,7 +1,7 @@
 """Runs of this process that record what their engines say and what their optimizer steps report."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +10,8 @@ import pytest
 
 from grpo_mcore.driver.engines.engine_group import EngineWorker
 from grpo_mcore.driver.policy.policy_worker import PolicyWorker
+from grpo_mcore.driver.rollouts.rollouts import Rollouts
+from grpo_mcore.rollout.group import Group
 
 
 @dataclass
@@ -44,3 +46,18 @@ def looking_inside() -> Iterator[Inside]:
         patch.setattr(EngineWorker, "generate_together", recorded_generate)
         patch.setattr(PolicyWorker, "train_step", recorded_train_step)
         yield inside
+
+
+@contextmanager
+def recording_groups(before: Callable[[list[Group]], object] = len) -> Iterator[list[Group]]:
+    """Give the list of the groups that come back. `before` is called with it when the next one is asked for."""
+    groups, next_group = list[Group](), Rollouts.next_group
+
+    def recorded(self: Rollouts, *args: Any) -> Group:
+        before(groups)
+        groups.append(next_group(self, *args))
+        return groups[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rollouts, "next_group", recorded)
+        yield groups

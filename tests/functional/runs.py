@@ -22,16 +22,9 @@ from grpo_mcore.tools.demo.arithmetic import make_base_config, make_tokenizer
 
 # Prefixes of metrics in which two equal runs may differ.
 TIME_DEPENDENT = (
-    "unix_time",
-    "timing/",
-    "tail/",
-    "tokens_per_sec",
-    "policy_training_tokens_per_sec",
-    "train_tflops",
-    "seconds",
-    "refit/",
+    *("unix_time", "timing/", "tail/", "tokens_per_sec", "policy_training_tokens_per_sec", "train_tflops"),
+    *("seconds", "refit/"),
 )
-
 
 MARK = "NCCL_MARK_OF_THIS_TEST"
 """Variable of a kind that Ray and its workers inherit, by whose value a test finds the processes of its run."""
@@ -93,6 +86,23 @@ def grpo_recipe(task: Task, model: Path) -> dict[str, Any]:
         "env": {"math": {"num_workers": 1}},
         "checkpointing": {"save_period": 100},
         "logger": {"num_val_samples_to_print": 1},
+        "cluster": {"backend": "local", "platform": "cpu"},
+    }
+
+
+def agents_recipe(model: Path, prompts: int, data: Any, env: dict[str, Any], **server: Any) -> dict[str, Any]:
+    """Return a recipe of one step of 2 samples a prompt, which agents play at the policy's own endpoint. `server`: more
+    keys of vllm_cfg."""
+    vllm = {"kv_cache_memory_gb": 0.1, "expose_http_server": True} | server
+    return {
+        "grpo": {"num_prompts_per_step": prompts, "num_generations_per_prompt": 2, "max_num_steps": 1, "val_period": 0},
+        "loss_fn": {"reference_policy_kl_penalty": 0.0},
+        "policy": _policy(model, 2 * prompts, 1.0e-3)
+        | {"generation": {"max_new_tokens": 20, "vllm_cfg": vllm}, "max_total_sequence_length": 160}
+        | {"refit_buffer_size_gb": 1e-3},
+        "data": {"train": data},
+        "env": env,
+        "checkpointing": {"enabled": False},
         "cluster": {"backend": "local", "platform": "cpu"},
     }
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_mcore.driver.rollouts.rollouts import Rollouts
+from tests.functional.recorded_runs import recording_groups
 from tests.functional.runs import Task, assert_one_message, finished, grpo_recipe, make_base_config, run_here
 from tests.unit.environments.code.sandbox_here import needs_sandbox
 
@@ -46,23 +46,12 @@ def recipe(task: Task, model: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return recipe
 
 
-def test_each_prompt_is_scored_by_its_environment(
-    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    groups: list[Any] = []
-    next_group = Rollouts.next_group
-
-    def recorded(self: Rollouts, *args: Any) -> Any:
-        groups.append(next_group(self, *args))
-        return groups[-1]
-
-    monkeypatch.setattr(Rollouts, "next_group", recorded)
-    run = finished("train", tmp_path, recipe, "grpo.val_at_end=true")
+def test_each_prompt_is_scored_by_its_environment(recipe: dict[str, Any], tmp_path: Path) -> None:
+    with recording_groups() as groups:
+        run = finished("train", tmp_path, recipe, "grpo.val_at_end=true")
     seen: dict[str, int] = {}
     for group in groups:
-        task_name = group.prompt["task_name"].removesuffix(
-            "-2"
-        )  # the second dataset with this name is the validation set
+        task_name = group.prompt["task_name"].removesuffix("-2")  # the second of this name is the validation set
         for sample, score in zip(group.samples, group.scores, strict=True):
             said = sample.ref.turns[-1].text
             seen[task_name] = seen.get(task_name, 0) + 1

@@ -20,7 +20,6 @@ from examples.sliding_puzzle.make_model import make_puzzle_model
 from grpo_mcore.base.processes import free_port
 from grpo_mcore.cli.main import main
 from grpo_mcore.data import load_tokenizer
-from grpo_mcore.driver.rollouts.rollouts import Rollouts
 from grpo_mcore.generation.chat.answer import AnswerReader
 from grpo_mcore.generation.chat.request import ChatRequest
 from grpo_mcore.generation.config import ChatConfig
@@ -28,7 +27,8 @@ from grpo_mcore.observe import audit, read_ledger
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import Sampling, Trajectory, Turn
 from grpo_mcore.tools.demo.arithmetic import make_tokenizer
-from tests.functional.runs import Run, finished, write_recipe
+from tests.functional.recorded_runs import recording_groups
+from tests.functional.runs import Run, agents_recipe, finished, write_recipe
 from tests.gym_server import AGENT, GymServer
 
 TOKEN, VARIABLE = "a-token-of-the-tests", "GYM_TEST_POLICY_KEY"
@@ -83,37 +83,12 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("gym") / "data0"
     make_puzzle_model(folder)
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tasks()))
-    count = len(tasks())
-    optimizer = {"lr": 1.0e-3, "min_lr": 1.0e-3, "weight_decay": 0.0}
-    return {
-        "grpo": {"num_prompts_per_step": count, "num_generations_per_prompt": 2, "max_num_steps": 1, "val_period": 0},
-        "loss_fn": {"reference_policy_kl_penalty": 0.0},
-        "policy": {
-            "model_name": str(folder),
-            "train_global_batch_size": 2 * count,
-            "train_micro_batch_size": 4,
-            "max_total_sequence_length": 160,
-            "precision": "float32",
-            "megatron_cfg": {
-                "optimizer": optimizer,
-                "scheduler": {"lr_decay_style": "constant", "lr_warmup_iters": 0, "lr_warmup_init": 1.0e-3},
-            },
-            "generation": {
-                "max_new_tokens": 24,
-                "vllm_cfg": {
-                    "kv_cache_memory_gb": 0.1,
-                    "expose_http_server": True,
-                    "http_server_port": free_port(),
-                    "http_server_api_key_env_var": VARIABLE,
-                },
-            },
-            "refit_buffer_size_gb": 1e-3,
-        },
-        "data": {"train": {"dataset_name": "NemoGymDataset", "data_path": str(folder / "tasks.jsonl")}},
-        "env": {"should_use_nemo_gym": True, "nemo_gym": {"rollout_timeout_s": 200.0}},
-        "checkpointing": {"enabled": False},
-        "cluster": {"backend": "local", "platform": "cpu"},
-    }
+    data = {"dataset_name": "NemoGymDataset", "data_path": str(folder / "tasks.jsonl")}
+    env = {"should_use_nemo_gym": True, "nemo_gym": {"rollout_timeout_s": 200.0}}
+    server = {"http_server_port": free_port(), "http_server_api_key_env_var": VARIABLE}
+    recipe = agents_recipe(folder, len(tasks()), data, env, **server)
+    recipe["policy"]["generation"]["max_new_tokens"] = 24
+    return recipe
 
 
 @pytest.fixture(scope="module")
@@ -127,16 +102,8 @@ def gym(recipe: dict[str, Any]) -> Iterator[GymServer]:
 
 @pytest.fixture(scope="module")
 def played(recipe: dict[str, Any], gym: GymServer, tmp_path_factory: pytest.TempPathFactory) -> Played:
-    found: list[Group] = []
-    next_group = Rollouts.next_group
-
-    def recorded(self: Rollouts) -> Group:
-        found.append(next_group(self))
-        return found[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, recording_groups() as found:
         patch.setitem(os.environ, VARIABLE, TOKEN)
-        patch.setattr(Rollouts, "next_group", recorded)
         run = finished("train", tmp_path_factory.mktemp("run"), recipe)
     return Played(run, gym, {behaviour(group): group for group in found})
 
@@ -314,18 +281,10 @@ def test_samples_are_played_ahead_of_the_policy(
     ahead["grpo"]["async_grpo"] = {"enabled": True, "in_flight_weight_updates": True}
     ahead["loss_fn"]["use_importance_sampling_correction"] = True
     ahead["policy"]["train_global_batch_size"] = 4
-    groups: list[Group] = []
-    next_group = Rollouts.next_group
-
-    def recorded(self: Rollouts) -> Group:
-        if len(groups) == 2:  # the first step is done
-            gym.open_gate()
-        groups.append(next_group(self))
-        return groups[-1]
-
-    monkeypatch.setattr(Rollouts, "next_group", recorded)
     faults, asked = len(gym.faults), len(gym.requests)
-    run = finished("train", tmp_path, ahead)
+    # The gate opens when the first step is done.
+    with recording_groups(lambda groups: len(groups) == 2 and gym.open_gate()) as groups:
+        run = finished("train", tmp_path, ahead)
     assert [line["trajectory_age_max"] for line in run.metrics()] == [0, 1, 1]
     assert [line["num_trained_samples"] for line in run.metrics()] == [4, 4, 4]
     assert all(line["grad_norm"] > 0 for line in run.metrics())

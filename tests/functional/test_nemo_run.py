@@ -7,14 +7,13 @@ pytest --nemo-run -o faulthandler_timeout=1600 tests/functional/test_nemo_run.py
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.functional.runs import Run, Task, grpo_recipe, write_recipe
-from tests.functional.slurm import Slurm, loopback, why_not
+from tests.functional.slurm import Slurm
 
 ROOT = Path(__file__).resolve().parents[2]
 # A folder below /tmp would be rejected: it is on one node only.
@@ -29,14 +28,6 @@ def python() -> Path:
     if done.returncode:
         pytest.skip(f"no environment for NeMo-Run: {done.stderr[-500:]}")
     return ROOT / ".venv-launch" / "bin" / "python"
-
-
-@pytest.fixture(scope="module")
-def slurm() -> Iterator[Slurm]:
-    if reason := why_not():
-        pytest.skip(reason)
-    with loopback() as running:
-        yield running
 
 
 def submit(python: Path, folder: Path, recipe: dict[str, Any], *words: str, **variables: str) -> Run:

@@ -10,7 +10,6 @@ import re
 import signal
 import sys
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,12 @@ import pytest
 
 from grpo_mcore.base.orphan_reaper import marked
 from tests.functional.runs import Run, Task, grpo_recipe, write_recipe
-from tests.functional.slurm import Slurm, loopback, wait_for, why_not
+from tests.functional.slurm import Slurm, wait_for
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launchers" / "slurm" / "grpo_2n8g.sh"
 START_S = 420.0  # mostly the start of the engine, which shares the cores with everything else
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
-
-
-@pytest.fixture(scope="module")
-def slurm() -> Iterator[Slurm]:
-    if reason := why_not():
-        pytest.skip(reason)
-    with loopback() as running:
-        yield running
 
 
 class Job:

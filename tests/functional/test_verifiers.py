@@ -18,14 +18,12 @@ from grpo_mcore.base.orphan_reaper import marked
 from grpo_mcore.data import load_tokenizer
 from grpo_mcore.data.datasets.verifiers_tasks import _tasks
 from grpo_mcore.data.interfaces import DataError
-from grpo_mcore.driver.rollouts.rollouts import Rollouts
 from grpo_mcore.environments import create_env_class
 from grpo_mcore.environments.errors import EnvironmentConfigError
 from grpo_mcore.environments.verifiers.environment import VerifiersEnvironment
 from grpo_mcore.generation.chat.engine_chat import EngineChat, Reply
 from grpo_mcore.generation.config import ChatConfig
 from grpo_mcore.generation.endpoint import Endpoint
-from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import (
     AgentRequest,
     GenerationRequest,
@@ -36,7 +34,8 @@ from grpo_mcore.rollout.trajectory import (
     Turn,
 )
 from grpo_mcore.tools.demo.arithmetic import make_tokenizer
-from tests.functional.runs import MARK, Run, run_command, run_here, start_command
+from tests.functional.recorded_runs import recording_groups
+from tests.functional.runs import MARK, Run, agents_recipe, run_command, run_here, start_command
 from tests.unit.generation.chat.endpoints import Engines
 from tests.waiting import wait_until
 
@@ -82,28 +81,7 @@ def recipe(model: Path, worlds: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return a recipe of one step over the tasks of all worlds, two samples of each."""
     tasks = sum(len(world["verifiers"]["taskset"]["behave"]) for world in worlds.values())
     entries = [{"dataset_name": "Verifiers", "env_name": name, "task_name": name} for name in worlds]
-    scheduler = {"lr_decay_style": "constant", "lr_warmup_iters": 0, "lr_warmup_init": 1.0e-3}
-    return {
-        "grpo": {"num_prompts_per_step": tasks, "num_generations_per_prompt": 2, "max_num_steps": 1, "val_period": 0},
-        "loss_fn": {"reference_policy_kl_penalty": 0.0},
-        "policy": {
-            "model_name": str(model),
-            "train_global_batch_size": 2 * tasks,
-            "train_micro_batch_size": 4,
-            "max_total_sequence_length": 160,
-            "precision": "float32",
-            "megatron_cfg": {
-                "optimizer": {"lr": 1.0e-3, "min_lr": 1.0e-3, "weight_decay": 0.0},
-                "scheduler": scheduler,
-            },
-            "generation": {"max_new_tokens": 20, "vllm_cfg": {"kv_cache_memory_gb": 0.1, "expose_http_server": True}},
-            "refit_buffer_size_gb": 1e-3,
-        },
-        "data": {"train": entries},
-        "env": worlds,
-        "checkpointing": {"enabled": False},
-        "cluster": {"backend": "local", "platform": "cpu"},
-    }
+    return agents_recipe(model, tasks, entries, worlds)
 
 
 def world(
@@ -123,16 +101,8 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
     worlds = {dialect: world(behave, dialect) for dialect, behave in PLAYED.items()}
     worlds["hangs"] = world([*HANGS], turns=2, notes=folder, **deadlines)
     worlds["fails"] = world([*FAILS], turns=2, notes=folder, max_row_attempts=2)
-    found: list[Group] = []
-    next_group = Rollouts.next_group
-
-    def recorded(self: Rollouts) -> Group:
-        found.append(next_group(self))
-        return found[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, recording_groups() as found:
         patch.syspath_prepend(str(PLUGINS))
-        patch.setattr(Rollouts, "next_group", recorded)
         run = run_here("train", folder / "run", recipe(folder / "model0", worlds))
     assert run.code == 0, run.err
     samples = {

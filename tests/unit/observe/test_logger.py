@@ -1,5 +1,6 @@
 """The metrics file, the run's folder, and the optional loggers."""
 
+import errno
 import json
 import socket
 import sys
@@ -30,6 +31,7 @@ from grpo_mcore.observe.trackers.backends import MissingPackage, Wandb, _file_of
 from grpo_mcore.observe.trackers.tracker import Tracker
 from grpo_mcore.recipe import CustomCode
 from grpo_mcore.recipe.schema.outputs import PrometheusConfig
+from tests.failing import failing
 
 
 def config(folder: Path, **values: Any) -> SimpleNamespace:
@@ -161,11 +163,7 @@ def test_a_resumed_run_begins_a_new_line_after_one_that_was_cut_off(tmp_path):
 
 def test_hyperparams_on_a_full_disk_do_not_end_the_run(tmp_path, monkeypatch, package_log):
     logger = Logger(config(tmp_path))
-
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_text", failing(errno.ENOSPC))
     logger.log_hyperparams({"grpo": {"seed": 1}})
     assert "hyperparams.json cannot be written: No space left on device; the run goes on" in package_log.text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
 import signal
@@ -16,6 +17,7 @@ import pytest
 from grpo_mcore.data.gym import gym_to_dpo, gym_to_grpo, gym_to_sft
 from grpo_mcore.data.gym.files import read_lines
 from grpo_mcore.data.interfaces import DataError
+from tests.failing import failing
 from tests.unit.data.gym.conftest import TRANSFORMS, adds_up, read, rollout, write
 
 ROWS = [rollout(f"q{n}", f"a{n % 4}", float(n % 2)) for n in range(40)] + [rollout("q0", "other", 1.0)]
@@ -130,10 +132,7 @@ def test_the_old_file_stays_where_no_row_is_kept(source: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_an_error_in_the_middle_leaves_nothing(source: Path, tmp_path: Path, transform: str, monkeypatch: Any) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("grpo_mcore.data.gym.run.Transformation.write", fail)
+    monkeypatch.setattr("grpo_mcore.data.gym.run.Transformation.write", failing(errno.ENOSPC))
     with pytest.raises(DataError, match="No space left on device"):
         TRANSFORMS[transform](source, tmp_path / "out.jsonl")
     assert folder(tmp_path) == ["rollouts.jsonl"]

@@ -13,6 +13,7 @@ from grpo_mcore.driver.checkpoints.background import BackgroundCheckpoints
 from grpo_mcore.driver.checkpoints.checkpoint_files import RunSnapshot
 from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager
 from tests.clocks import StandingClock
+from tests.failing import failing
 from tests.unit.step.step_cases import config
 
 
@@ -104,8 +105,7 @@ def test_it_can_be_written_in_the_foreground(tmp_path: Path) -> None:
     assert world.files() == ["step_1"] and world.events == ["step_1", "saved 1"]
 
 
-def full(*_: Any) -> Any:
-    raise OSError(errno.ENOSPC, "No space left on device")
+full = failing(errno.ENOSPC)
 
 
 @pytest.mark.parametrize("where", ["ranks", "driver", "digests"])
@@ -177,9 +177,8 @@ def test_it_is_renamed_at_the_end_of_the_run_if_everything_is_written(tmp_path: 
 def test_the_last_checkpoint_is_tried_again_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "RETRY_S", (1.0, 2.0))
     world = World(tmp_path)
-    full = OSError(errno.ENOSPC, "No space left on device")
     with world.saves:
-        world.ranks.error = full
+        world.ranks.error = OSError(errno.ENOSPC, "No space left on device")
         world.start(1)
         assert world.saves.finish() is None  # there is room again
     assert world.files() == ["step_1"] and world.events[-1] == "saved 1"
@@ -188,10 +187,6 @@ def test_the_last_checkpoint_is_tried_again_at_the_end(tmp_path: Path, monkeypat
 def test_the_end_knows_that_the_last_checkpoint_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "RETRY_S", (1.0, 2.0))
     world = World(tmp_path)
-
-    def full(folder: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with world.saves:
         world.start(1)
         world.start(2, full)

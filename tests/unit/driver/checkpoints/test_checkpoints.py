@@ -23,6 +23,7 @@ from grpo_mcore.driver.checkpoints import checkpoints as module
 from grpo_mcore.driver.checkpoints.checkpoint_files import ResumeError, RunSnapshot, recipe_text
 from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager, NotWritten
 from grpo_mcore.recipe import MasterConfig, load_recipe
+from tests.failing import failing
 from tests.unit.driver.checkpoints.saving import RECIPE, manager, save, save_now, write_policy
 
 NOTHING = RunSnapshot({}, {}, {})
@@ -313,16 +314,9 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(
 ) -> None:
     for step in (1, 2):
         save(manager(tmp_path), step)
-    digest = files.digest_file
-
-    def failing(path: Path, sync: bool = False) -> tuple[int, str]:
-        if "step_2" in str(path):
-            raise OSError(number, os.strerror(number), str(path))
-        return digest(path, sync)
-
     monkeypatch.setattr(files, "READ_AGAIN_S", (0.0, 0.0))
     with monkeypatch.context() as patch:
-        patch.setattr(files, "digest_file", failing)
+        patch.setattr(files, "digest_file", failing(number, files.digest_file, "step_2"))
         with pytest.raises(ResumeError, match=f"step_2 is damaged: it cannot be read: .*{os.strerror(number)}"):
             manager(tmp_path).find(str(tmp_path / "step_2"))
         assert manager(tmp_path).find(True) == tmp_path / "step_1"
@@ -359,11 +353,7 @@ def test_a_damaged_checkpoint_that_cannot_be_renamed_is_passed_over(
     for step in (1, 2):
         save(manager(tmp_path), step)
     spoil(tmp_path / "step_2" / "data.pt")
-
-    def read_only(source: Path, target: Path) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr(module.os, "replace", read_only)
+    monkeypatch.setattr(module.os, "replace", failing(errno.EROFS))
     assert manager(tmp_path).find("auto") == tmp_path / "step_1"
     assert "it stays where it is, since it cannot be renamed: Read-only file system" in caplog.text
 

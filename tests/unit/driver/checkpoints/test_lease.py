@@ -19,6 +19,7 @@ from grpo_mcore.driver.checkpoints import lease as lease_module
 from grpo_mcore.driver.checkpoints.checkpoint_files import ResumeError, RunSnapshot
 from grpo_mcore.driver.checkpoints.checkpoints import CheckpointManager
 from grpo_mcore.driver.checkpoints.lease import LEASE_FILE, FolderInUse, Holder, Lease, LeaseLost, dead_holder
+from tests.failing import failing
 from tests.unit.driver.checkpoints.saving import RECIPE, manager, save_now, write_policy
 from tests.waiting import wait_until
 
@@ -132,27 +133,16 @@ def test_a_dead_holder_does_not_block_the_next_where_proc_hides(public_folder: P
 
 def test_a_process_of_this_user_that_proc_hides_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process with secrets of its own (not dumpable) is hidden from its own user too."""
-
-    def hidden(pid: int) -> tuple[str, int]:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
     write(tmp_path, Holder.this_process())
     with monkeypatch.context() as patch:
-        patch.setattr(lease_module, "_state_and_start", hidden)
+        patch.setattr(lease_module, "_state_and_start", failing(errno.EPERM))
         holder = dead_holder(tmp_path, beat_s=0.05, stale_s=0.2)
     assert holder is not None and holder.pid == os.getpid()
 
 
 def test_a_proc_without_the_boot_id_tells_of_no_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A /proc that is mounted with subset=pid."""
-    original = Path.read_text
-
-    def subset(path: Path, *args: Any, **options: Any) -> str:
-        if path.name == "boot_id":
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-        return original(path, *args, **options)
-
-    monkeypatch.setattr(Path, "read_text", subset)
+    monkeypatch.setattr(Path, "read_text", failing(errno.ENOENT, Path.read_text, "boot_id"))
     with Lease(tmp_path, beat_s=0.05) as lease:
         with pytest.raises(FolderInUse):
             Lease(tmp_path, beat_s=0.05, stale_s=1.0)
@@ -161,12 +151,8 @@ def test_a_proc_without_the_boot_id_tells_of_no_machine(tmp_path: Path, monkeypa
 
 def test_a_lease_that_may_not_be_read_is_another_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, Holder.this_process())
-
-    def closed(path: Path, *args: Any, **options: Any) -> str:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_text", closed)
+        patch.setattr(Path, "read_text", failing(errno.EACCES))
         with pytest.raises(FolderInUse, match=f"of another user, whose {LEASE_FILE} this one may not read"):
             dead_holder(tmp_path)
 
@@ -243,15 +229,8 @@ def test_a_disk_that_is_gone_does_not_end_a_run_by_its_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, function: str
 ) -> None:
     """The run has ended well: that its file stays is said. The next one sees that its holder is dead."""
-    original = getattr(Path, function)
-
-    def gone(path: Path, *args: Any, **options: Any) -> Any:
-        if path.name == LEASE_FILE:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return original(path, *args, **options)
-
     with Lease(tmp_path) as lease:
-        monkeypatch.setattr(Path, function, gone)
+        monkeypatch.setattr(Path, function, failing(errno.EIO, getattr(Path, function), LEASE_FILE))
         lease.check()
     assert f"{LEASE_FILE} cannot be removed: [Errno 5] Input/output error" in caplog.text
 

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,19 +23,13 @@ from grpo_mcore.recipe import MasterConfig, policy_layout
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import ImageSpan, Score
 from tests.clocks import StandingClock
+from tests.failing import failing
 
 SHAPE = shape_of(next(iter(known_configs().values())))
 STEP = {
-    "num_samples": 2.0,
-    "num_failed_samples": 0.0,
-    "num_trained_samples": 0.0,
-    "truncation_rate": 0.0,
-    "reward": 0.5,
-    "accuracy": 0.5,
-    "generated_length": 3.0,
-    "zero_advantage_rate": 0.0,
-    "num_valid_tokens": 6.0,
-}
+    "num_samples": 2.0, "num_failed_samples": 0.0, "num_trained_samples": 0.0, "truncation_rate": 0.0, "reward": 0.5,
+    "accuracy": 0.5, "generated_length": 3.0, "zero_advantage_rate": 0.0, "num_valid_tokens": 6.0,
+}  # fmt: skip
 
 
 def new_report(
@@ -201,11 +194,7 @@ def test_files_that_cannot_be_written_do_not_change_the_end(
     tmp_path: Path, package_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk is full when the run is over."""
-
-    def full(*_args: Any, **_named: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(Figure, "savefig", full)
+    monkeypatch.setattr(Figure, "savefig", failing(errno.ENOSPC))
     schedule = SimpleNamespace(step=0)
     report = new_report(tmp_path, schedule=schedule)
     report.validation(1, Validation({"accuracy": 0.5, "reward": 0.5}, [], 1.0))

@@ -25,6 +25,18 @@ from grpo_mcore.recipe.schema import master
 from grpo_mcore.tools.demo.tiny_models import make_tiny_model
 
 
+def recipe_of(model: Path, cluster: dict[str, str] | None = None, **policy: Any) -> MasterConfig:
+    sizes = {"train_global_batch_size": 4, "max_total_sequence_length": 256}
+    return MasterConfig.model_validate(
+        {
+            "policy": {"model_name": str(model)} | sizes | policy,
+            "data": {"train": {"data_path": "x.jsonl"}},
+            "grpo": {"num_prompts_per_step": 1, "num_generations_per_prompt": 4},
+            "cluster": cluster or {},
+        }
+    )
+
+
 @pytest.mark.parametrize(
     ("platform", "driver", "cuda", "said"),
     [
@@ -45,14 +57,7 @@ def test_a_cpu_build_of_torch_beside_gpus_is_reported(
     monkeypatch.setattr(checks, "NVIDIA_DRIVER", file)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    config = MasterConfig.model_validate(
-        {
-            "policy": {"model_name": str(tmp_path / "model"), "train_global_batch_size": 4},
-            "data": {"train": {"data_path": "x.jsonl"}},
-            "grpo": {"num_prompts_per_step": 1, "num_generations_per_prompt": 4},
-            "cluster": {"platform": platform},
-        }
-    )
+    config = recipe_of(tmp_path / "model", cluster={"platform": platform})
     with caplog.at_level(logging.WARNING, "grpo_mcore"):
         assert not checks.check_model(config).gpu
     assert ("is a build without CUDA: the run uses the CPU" in caplog.text) == said
@@ -123,18 +128,12 @@ def test_a_context_beyond_the_models_positions_is_refused_before_engines_start(
 ) -> None:
     """Qwen2.5-Math has 4,096 positions, and recipes often say 8,192: vLLM refused when all else had been started."""
     model = make_tiny_model("qwen3", tmp_path / "model", max_position_embeddings=256)
-    recipe: dict[str, Any] = {
-        "policy": {"model_name": str(model), "train_global_batch_size": 4, "max_total_sequence_length": 256},
-        "data": {"train": {"data_path": "x.jsonl"}},
-        "grpo": {"num_prompts_per_step": 1, "num_generations_per_prompt": 4},
-    }
     monkeypatch.setattr(checks, "check_vllm_build", lambda gpu: None)
-    checks.check_run(MasterConfig.model_validate(recipe))
-    recipe["policy"]["max_total_sequence_length"] = 257
+    checks.check_run(recipe_of(model))
     with pytest.raises(SetupError, match="max_model_len .*: 257 tokens, .* max_position_embeddings 256, beyond which"):
-        checks.check_run(MasterConfig.model_validate(recipe))
-    recipe["policy"]["hf_config_overrides"] = {"max_position_embeddings": 512}
-    checks.check_run(MasterConfig.model_validate(recipe))
+        checks.check_run(recipe_of(model, max_total_sequence_length=257))
+    longer = {"max_position_embeddings": 512}
+    checks.check_run(recipe_of(model, max_total_sequence_length=257, hf_config_overrides=longer))
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "gpt_oss", "minimax_m2", "qwen3_next"])
@@ -145,13 +144,8 @@ def test_embeddings_that_vllm_does_not_tie_are_refused(
     monkeypatch.setattr(checks, "check_vllm_build", lambda gpu: None)
     for tied in (False, True):
         model = make_tiny_model(family, tmp_path / str(tied), tie_word_embeddings=tied)
-        recipe = {
-            "policy": {"model_name": str(model), "train_global_batch_size": 4, "max_total_sequence_length": 256},
-            "data": {"train": {"data_path": "x.jsonl"}},
-            "grpo": {"num_prompts_per_step": 1, "num_generations_per_prompt": 4},
-        }
         with pytest.raises(SetupError, match="vLLM does not tie the embeddings of th") if tied else nullcontext():
-            checks.check_run(MasterConfig.model_validate(recipe))
+            checks.check_run(recipe_of(model))
 
 
 def test_a_column_that_no_prompt_has_is_said(package_log: pytest.LogCaptureFixture) -> None:
