@@ -6,8 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 from grpo_mcore.base import processes
 from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.environments.verifier_pool import VerifierPool, WorkerSpec, WorkerStartError
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow  # processes that are started and killed
 
@@ -38,13 +38,6 @@ def pool() -> Iterator[VerifierPool]:
         pool = VerifierPool(spec())
         yield pool
         pool.close()
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def pool_processes(pool: VerifierPool) -> tuple[psutil.Process, list[psutil.Process]]:

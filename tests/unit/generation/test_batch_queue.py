@@ -4,6 +4,7 @@ import gc
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -291,11 +292,8 @@ def test_vllm_is_called_by_one_thread(engine: Engine) -> None:
         list(engine.generate([request(number)], Sampling(max_new_tokens=2)))
         engine.health()
 
-    callers = [threading.Thread(target=caller, args=(number,)) for number in range(4)]
-    for thread in callers:
-        thread.start()
-    for thread in callers:
-        thread.join()
+    with ThreadPoolExecutor(4) as callers:
+        list(callers.map(caller, range(4)))
     sleep(engine, keep_weights=False)
     take_back(engine, recompute=True)
     assert len(executor.threads) == 1 and threading.get_ident() not in executor.threads

@@ -4,7 +4,6 @@ import errno
 import json
 import socket
 import sys
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -32,6 +31,7 @@ from grpo_mcore.observe.trackers.tracker import Tracker
 from grpo_mcore.recipe import CustomCode
 from grpo_mcore.recipe.schema.outputs import PrometheusConfig
 from tests.failing import failing
+from tests.waiting import wait_until
 
 
 def config(folder: Path, **values: Any) -> SimpleNamespace:
@@ -344,24 +344,18 @@ def test_prometheus_scrapes_the_latest_numbers_and_alarms(tmp_path: Path) -> Non
         assert len({(sample.name, *sample.labels.values()) for sample in samples}) == len(samples)
         return {f"{sample.name} {sample.labels['metric']}": sample.value for sample in samples}
 
-    def awaited(expected: dict[str, float]) -> None:
-        for _ in range(600):
-            if (values := scraped()) == expected:
-                return
-            time.sleep(0.1)
-        raise AssertionError(values)
-
     logger.log_hyperparams({"a": 1})
     logger.log_metrics({"reward": 0.25, "reward/by/level/é": 1.0}, step=1, prefix="train")
     logger.log_metrics({"accuracy": 0.5}, step=2, prefix="validation")
     logger.log_metrics({"reward": 0.75, "lost": None, "reward_by_level__": 2.0}, step=2, prefix="train")
     logger.alarm(Alarm("mismatch", 2, "engine and policy disagree"))
-    awaited({
+    expected = {
         "grpo_mcore_train_reward train/reward": 0.75, "grpo_mcore_step step": 2.0,
         "grpo_mcore_train_reward_by_level__ train/reward/by/level/é": 1.0,
         "grpo_mcore_train_reward_by_level__ train/reward_by_level__": 2.0,
         "grpo_mcore_validation_accuracy validation/accuracy": 0.5, "grpo_mcore_alarm_mismatch alarm/mismatch": 1.0,
-    })  # fmt: skip
+    }  # fmt: skip
+    wait_until(lambda: scraped() == expected, str(expected), pause=0.1)
     logger.close()
     assert scraped() == {}
 

@@ -4,12 +4,12 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from grpo_mcore.cli.train.sweep import FORWARDED, STOPPED, Stop, forwarding, run_command
+from tests.waiting import wait_until
 
 RUN = """#!/bin/sh
 for name in INT TERM HUP USR1; do trap "echo got $name; exit 75" $name; done
@@ -28,8 +28,7 @@ def test_a_signal_is_passed_on_once(
     output = tmp_path / "run_folder" / "output.txt"
 
     def ask() -> None:
-        while not output.exists() or "up" not in output.read_text():
-            time.sleep(0.01)
+        wait_until(lambda: output.exists() and "up" in output.read_text(), "the run")
         os.kill(os.getpid(), number)
 
     before = signal.signal(number, signal.SIG_DFL)  # the tests may have been started to ignore it

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from grpo_mcore.data.gym.files import read_lines
 from grpo_mcore.data.interfaces import DataError
 from tests.failing import failing
 from tests.unit.data.gym.conftest import TRANSFORMS, adds_up, read, rollout, write
+from tests.waiting import wait_until
 
 ROWS = [rollout(f"q{n}", f"a{n % 4}", float(n % 2)) for n in range(40)] + [rollout("q0", "other", 1.0)]
 
@@ -190,10 +190,7 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path, function: Any) -> Non
     with pipe.open("wb") as file:
         file.write(b"".join(b"{}\n" for _ in range(1000)))
         file.flush()
-        deadline = time.monotonic() + 30
-        while not out.exists() or not os.listdir(out):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: out.exists() and os.listdir(out), "its temporary file")
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) == 130
     said = process.stderr.read()

@@ -7,8 +7,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,7 @@ def test_a_run_that_was_killed_does_not_block_the_next(tmp_path: Path) -> None:
     with pytest.raises(FolderInUse, match=f"process {first.pid} on"):
         Lease(tmp_path)
     first.kill()
-    while Path(f"/proc/{first.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-        time.sleep(0.01)
+    wait_until(lambda: Path(f"/proc/{first.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
     with Lease(tmp_path):  # it is dead, also if its parent has not waited for it yet
         pass
     first.wait()
@@ -174,17 +173,14 @@ def test_of_many_starts_at_a_time_one_gets_the_folder(tmp_path: Path, left: str)
             (tmp_path / LEASE_FILE).write_text('{"host"')
         leases, refused = list[Lease](), list[Exception]()
 
-        def take(leases: list[Lease] = leases, refused: list[Exception] = refused) -> None:
+        def take(_: int, leases: list[Lease] = leases, refused: list[Exception] = refused) -> None:
             try:
                 leases.append(Lease(tmp_path))
             except FolderInUse as error:
                 refused.append(error)
 
-        threads = [threading.Thread(target=take) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(take, range(4)))
         assert (len(leases), len(refused)) == (1, 3)
         leases[0].check()
         leases[0].release()

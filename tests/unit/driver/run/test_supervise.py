@@ -18,6 +18,7 @@ from grpo_mcore.driver.run.supervise import supervise, until_over
 from grpo_mcore.recipe import MasterConfig
 from tests.clocks import StandingClock
 from tests.unit.driver.run import attempts
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow  # processes that are started and killed
 
@@ -83,8 +84,8 @@ def test_signals_are_passed_on_once(
 
     def ask() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})  # as in a thread from before the start
-        while when == "runs" and not any(path.name.isdigit() for path in tmp_path.iterdir()):
-            time.sleep(0.02)
+        if when == "runs":
+            wait_until(lambda: [*tmp_path.glob("[0-9]*")], "the attempt")
         os.kill(os.getpid(), number)
 
     def asked_around_the_start(process: SpawnProcess) -> None:
@@ -122,10 +123,9 @@ def test_the_run_ends_with_its_supervisor(tmp_path: Path) -> None:
         "supervise(attempts.waiting, attempts.config_for(pathlib.Path(sys.argv[1])), None, 0.0)"
     )
     parent = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])
-    while not (found := [path for path in tmp_path.iterdir() if path.name.isdigit()]):
-        time.sleep(0.02)
-        assert parent.poll() is None
-    child = psutil.Process(int(found[0].name))
+    wait_until(lambda: [*tmp_path.glob("[0-9]*")] or parent.poll() is not None, "the attempt")
+    (attempt,) = tmp_path.glob("[0-9]*")
+    child = psutil.Process(int(attempt.name))
     parent.kill()
     parent.wait()
     child.wait(30)

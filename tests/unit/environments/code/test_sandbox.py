@@ -9,8 +9,8 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from grpo_mcore.environments.code.sandbox import command as sandbox_command
 from grpo_mcore.environments.code.sandbox.sandboxes import BUBBLEWRAP, TRUST, Limits, Sandbox, SandboxError, Sandboxes
 from tests.unit.environments.code.sandbox_cases import ATTEMPTS, SECRET, Attempt
 from tests.unit.environments.code.sandbox_here import HAS_PROC, needs_sandbox
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow  # a sandbox for each attempt
 
@@ -205,11 +206,8 @@ def test_many_sandboxes_at_a_time(sandboxes: Sandboxes) -> None:
         with sandboxes.open() as sandbox:
             answers[number] = sandbox.run("import threading, os; print(int(input()) ** 2)", f"{number}\n").stdout
 
-    threads = [threading.Thread(target=one, args=(number,)) for number in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(12) as threads:
+        list(threads.map(one, range(12)))
     assert answers == {number: f"{number**2}\n" for number in range(12)}
 
 
@@ -252,11 +250,8 @@ def test_a_sandbox_does_not_outlive_its_parent() -> None:
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert parent.stdout is not None
     bubblewrap = psutil.Process(int(parent.stdout.readline()))
-    deadline = time.monotonic() + 60
-    while len(children := bubblewrap.children(recursive=True)) < 2:  # the worker, the program
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    processes = [bubblewrap, *children]
+    wait_until(lambda: len(bubblewrap.children(recursive=True)) >= 2, "the worker and the program")
+    processes = [bubblewrap, *bubblewrap.children(recursive=True)]
     parent.kill()
     parent.wait()
     parent.stdout.close()

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import termios
 import threading
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 from grpo_mcore.observe.console import console_stream
 from grpo_mcore.observe.console.console import LONGEST_TEXT, WIDTH, RunConsole
 from grpo_mcore.observe.console.step_table import StepRow, fit, header_lines, row_line
+from tests.waiting import wait_until
 
 SECONDS = {"generate": 3.0, "reward": 0.5, "logprobs": 1.0, "train": 2.0, "refit": 0.25, "refit/commit": 0.1}
 ROW = StepRow(
@@ -259,9 +259,7 @@ def test_a_reader_that_comes_back_gets_what_was_kept(monkeypatch: pytest.MonkeyP
                 for number in range(300):
                     sys.stdout.write(f"{number} " + "x" * 1000 + "\n")  # a pipe holds 64 KiB
                 reading.start()
-                deadline = time.monotonic() + 60
-                while len(lines) < 80 and time.monotonic() < deadline:
-                    time.sleep(0.01)
+                wait_until(lambda: len(lines) >= 80, "what was kept")
                 print("last", flush=True)
         reading.join(60.0)
     assert lines[-1] == "last\n"
