@@ -152,7 +152,6 @@ def _question(sample: Sample) -> tuple[str, str]:
 
 
 def _samples(group: Group, name: str, seed: int, cluster: Cluster) -> list[Sample]:
-    """Return the lines of a group's samples."""
     prompt = _of_prompt(group.prompt)
     lines = []
     for index, (sample, score) in enumerate(zip(group.samples, group.scores, strict=True)):

@@ -51,7 +51,6 @@ def import_by_path(path: str, kind: str, error: type[Exception]) -> Any:
 
 
 def _is_module(path: str) -> bool:
-    """Return whether there is a module of this path."""
     try:
         return importlib.util.find_spec(path) is not None
     except ImportError:  # what holds it is no package

@@ -306,7 +306,6 @@ def _add_words(parser: argparse.ArgumentParser, command: str, takes_recipe: bool
 
 
 def _verbs_by_group() -> str:
-    """Return the help of all verbs, below the heading of their group."""
     parts = []
     for group, heading in GROUPS.items():
         verbs = [f"  {name:<10}{purpose}" for name, (of_group, purpose, _) in VERBS.items() if of_group == group]

@@ -263,7 +263,6 @@ class _NoProcessor(DataError):
 
 
 def _excluded(idx: int, reason: str, task_name: str, uid: str) -> DatumSpec:
-    """Return the datum of a row that is not used."""
     return DatumSpec(
         message_log=[],
         length=0,

@@ -316,7 +316,6 @@ def _mapping(field: str, value: Any) -> dict[str, Any] | None:
 
 
 def _parts(value: Any) -> dict[str, float]:
-    """Return the components of a reward."""
     parts = _mapping("rewards_by_name", value) or {}
     return {str(name): _finite(f"rewards_by_name[{name!r}]", part) for name, part in parts.items()}
 

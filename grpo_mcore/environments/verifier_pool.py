@@ -350,7 +350,6 @@ def _result_of(future: Future[str], spec: WorkerSpec) -> str:
 
 
 def result_text(value: Any = None, failure: str | None = None, seconds: float = 0.0, timed_out: bool = False) -> str:
-    """Return a `Result` as JSON."""
     return json.dumps({"value": value, "failure": failure, "seconds": seconds, "timed_out": timed_out})
 
 

@@ -191,7 +191,6 @@ def image_grid(width: int, height: int, settings: ImageSettings) -> Grid:
 
 
 def image_tokens(grid: Grid, merge_size: int) -> int:
-    """Return the number of tokens of an image."""
     return math.prod(grid) // merge_size**2
 
 

@@ -267,7 +267,6 @@ class Endpoint:
         return runner, self._server.sockets[0].getsockname()[1]
 
     def _connect(self, runner: web.AppRunner) -> asyncio.BaseProtocol:
-        """Return the protocol of a new connection."""
         assert runner.server is not None
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if len(runner.server.connections) >= min(MAX_CONNECTIONS, descriptors // 2):
@@ -488,7 +487,6 @@ def recorded_tokens(body: Mapping[str, Any]) -> list[int] | None:
 
 
 def _recorded(message: Any) -> list[int] | None:
-    """Return the tokens of prompt and answer that are recorded in a message."""
     parts = [message.get(name) for name in TOKEN_FIELDS[:2]] if isinstance(message, dict) else [None]
     if all(
         isinstance(part, list) and all(type(i) is int and FIRST_CONTENT <= i < 2**63 for i in part) for part in parts

@@ -123,7 +123,6 @@ def join_first(
 
 
 def node_name(config: EngineConfig, rank: int, address: str) -> str:
-    """Return the name of a node of an engine, for errors."""
     per_node = config.ranks // config.node.count
     first = rank * per_node
     return f"its node {rank} of {config.node.count} (ranks {first} to {first + per_node - 1}, at {address})"

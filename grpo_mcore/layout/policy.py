@@ -75,7 +75,6 @@ class PolicyLayout:
         }
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return a rank's coordinates."""
         in_stage = rank % self.stage_size
         return Coordinates(
             tensor=rank % self.tensor,

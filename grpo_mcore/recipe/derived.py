@@ -109,7 +109,6 @@ def policy_layout(megatron: MegatronConfig, ranks: int) -> PolicyLayout:
 
 
 def engine_layout(config: RecipeSections) -> EngineLayout:
-    """Return the layout of one engine."""
     vllm = config.policy.generation.vllm_cfg
     whole_experts = vllm.expert_parallel_size > 1
     return EngineLayout(vllm.tensor_parallel_size, vllm.pipeline_parallel_size, whole_experts, engine_nodes(config))
@@ -175,7 +174,6 @@ def own_attention(packing: SequencePackingConfig) -> bool:
 
 
 def samples_per_step(config: RecipeSections) -> int:
-    """Return the number of samples of one step."""
     return config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
 
 

@@ -400,14 +400,12 @@ class ItemReader:
 
 
 def _item_texts(value: Any) -> list[str]:
-    """Return the texts of reasoning."""
     if isinstance(value, str):
         return [value]
     return [content_text(read_content([part], "reasoning").value) for part in read_list(value, "reasoning", "parts")]
 
 
 def _as_text(value: Any, absent: str) -> str:
-    """Return text as it is, and another value as JSON."""
     if value is None:
         return absent
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

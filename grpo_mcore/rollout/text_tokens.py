@@ -56,7 +56,6 @@ def text_of(tokenizer: Any, ids: Sequence[int], decoded: str = "") -> str:
 
 @lru_cache(maxsize=4)
 def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return the special tokens, by their text."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {token.content: number for number, token in added.items() if token.special}
 

@@ -127,5 +127,4 @@ def _program_of(folder: Path) -> str | None:
 
 
 def _file_of(folder: Path, file: str = "tokenizer.json") -> Path | None:
-    """Return a file of a folder, None if it has none."""
     return path if (path := folder / file).is_file() else None

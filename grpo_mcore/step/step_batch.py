@@ -198,7 +198,6 @@ def prompt_prefixes(samples: Sequence[TrajectoryRef]) -> list[Prefixes]:
 
 
 def optimizer_steps(config: MasterConfig) -> int:
-    """Return the number of optimizer steps in a step."""
     samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
     return max(1, samples // config.policy.train_global_batch_size)
 

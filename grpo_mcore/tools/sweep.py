@@ -154,7 +154,6 @@ def state(run: SweepRun, now: float) -> str:
 
 
 def by_setting(runs: Sequence[SweepRun]) -> dict[str, list[RunFiles]]:
-    """Return what the runs of each setting have written."""
     settings: dict[str, list[RunFiles]] = {}
     for run in runs:
         if (files := run.files()) is not None:

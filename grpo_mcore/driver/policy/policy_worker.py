@@ -376,7 +376,6 @@ class PolicyWorker(Policy):
         ]
 
     def _with_targets(self, bins: Sequence[Bin], targets: TrainTargets) -> list[PackedBatch]:
-        """Return the micro-batches, with the columns that `targets` gives each token."""
         for bin in bins:
             batch, columns = bin.batch, bin.batch.columns
             columns["sample_mask"] = batch.per_token(targets.weights[bin.samples])

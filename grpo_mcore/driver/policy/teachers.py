@@ -126,7 +126,6 @@ class Teachers:
         return any(teacher.ranks.offloads for teacher in self.by_alias.values())
 
     def alias_of(self, prompt: DatumSpec) -> str:
-        """Return `teacher_alias`."""
         return teacher_alias(self.config, prompt)
 
     def aliases(self, batch: StepBatch) -> list[str]:

@@ -254,7 +254,6 @@ class FollowedRun:
         return rows
 
     def _load(self, step: int) -> None:
-        """Read the samples of a step, if they are not here."""
         if step in self._rows:
             return
         self._rows[step] = self._read("train", step)

@@ -161,7 +161,6 @@ class TuningRecord(RunOutput):
         return saving.enabled and (self._is_last or any(_every(period, self.step) for period in periods))
 
     def validation_batches(self) -> Iterator[Sequence[DatumSpec]]:
-        """Return the batches of one validation."""
         return islice(iter(self._val_dataloader), self._settings.val_batches)
 
     def validated(self, metrics: Metrics) -> None:

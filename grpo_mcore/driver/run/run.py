@@ -198,7 +198,6 @@ def _models_written(config: MasterConfig, algorithm: Algorithm) -> Sequence[str]
 def _load_data(
     config: MasterConfig, algorithm: Algorithm, tokenizer: Any, images: ImageReader | None = None
 ) -> TaskData:
-    """Return the recipe's data, read as the algorithm needs it."""
     fine_tunes = algorithm in FINE_TUNING
     longest = config.policy.max_total_sequence_length if fine_tunes else longest_prompt(config)
     share = config.data.max_unusable_share

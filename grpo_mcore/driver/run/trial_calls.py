@@ -72,7 +72,6 @@ def try_environments(
 
 
 def _score(environment: Any, info: dict[str, Any], sample: Trajectory) -> Any:
-    """Return the outcome of one sample."""
     if not isinstance(environment, EnvironmentInterface):
         raise EnvironmentConfigError(f"{type(environment).__name__} has no step for a conversation")
     return environment.advance([info], sample)[0]

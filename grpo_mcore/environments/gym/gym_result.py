@@ -117,7 +117,6 @@ def _parts(result: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _text(item: Mapping[str, Any]) -> str:
-    """Return the policy's text of an item, for people to read."""
     if item.get("type") == "function_call":
         return f"{item.get('name')}({item.get('arguments')})"
     if item.get("role") != "assistant":

@@ -172,7 +172,6 @@ def serve(descriptor: int) -> None:
 
 
 async def _answer_jobs(connection: Connection, function: Callable[..., Any], spec: WorkerSpec, parent: int) -> None:
-    """Answer jobs until the run ends."""
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(THREADS))
     tasks: set[asyncio.Task[None]] = set()

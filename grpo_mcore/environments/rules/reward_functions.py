@@ -79,7 +79,6 @@ class Sample:
 
     @property
     def messages(self) -> list[Mapping[str, Any]]:
-        """The prompt as messages."""
         return list(self.info.get("messages") or [{"role": "user", "content": self.prompt}])
 
     def named(self) -> dict[str, Any]:
@@ -183,7 +182,6 @@ def _by_position(first: str, second: str, sample: Sample, offered: Mapping[str, 
 def _trl_arguments(
     sample: Sample, parameters: Sequence[inspect.Parameter], takes_all: bool, as_messages: bool
 ) -> dict[str, Any]:
-    """Return the arguments of a reward function of TRL, for one sample."""
     prompt: Any = sample.messages if as_messages else sample.prompt
     completion: Any = [{"role": "assistant", "content": sample.response}] if as_messages else sample.response
     if as_messages and len(sample.turns) > 1:

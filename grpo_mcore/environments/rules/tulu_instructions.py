@@ -29,7 +29,6 @@ def _tenth(limit: int) -> int:
 
 
 def is_json(text: str) -> bool:
-    """Return whether a text is JSON."""
     try:
         json.loads(text)
     except ValueError:

@@ -154,7 +154,6 @@ class VerifiersEnvironment(AgentEnvironment):
         return episode.result()
 
     async def _recorded(self, session: str, endpoint: PolicyEndpoint) -> list[dict[str, Any]]:
-        """Return the calls of a session, as the endpoint has recorded them."""
         headers = {"Authorization": f"Bearer {endpoint.token}"}
         try:
             url = f"{endpoint.url}/take_session"

@@ -514,7 +514,6 @@ def _transposed(tensor: Tensor) -> Tensor:
 
 
 def index_of(box: Box) -> tuple[slice, ...]:
-    """Return the box as an index."""
     return tuple(slice(start, stop) for start, stop in box)
 
 

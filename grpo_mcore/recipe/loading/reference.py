@@ -52,7 +52,6 @@ def reference() -> str:
 
 
 def _link(key: str) -> str:
-    """Return a link to the section `key` of the reference."""
     return f"[`{key.removesuffix('.*')}`](#{re.sub('[.*]', '', key)})"
 
 

@@ -288,7 +288,6 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
 
     @property
     def _dtype(self) -> str:
-        """Dtype of the engine, by name."""
         return str(self.model_config.dtype).removeprefix("torch.")
 
     def shutdown(self) -> None:

@@ -496,7 +496,6 @@ def _pieces(block: Block, nbytes: int) -> Iterator[Block]:
 
 
 def _rows_of(block: Block, start: int, stop: int) -> Block:
-    """Return rows start..stop of a block."""
     (first, _), *tail = block.box
     reads = []
     for read in block.reads:

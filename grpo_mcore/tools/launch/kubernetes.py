@@ -169,7 +169,6 @@ def _recipe_name(spec: LaunchSpec) -> str:
 
 
 def _without_none(value: Any) -> Any:
-    """Leave out the fields that are None."""
     if isinstance(value, list):
         return [_without_none(item) for item in value]
     if isinstance(value, dict):

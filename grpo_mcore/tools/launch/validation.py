@@ -292,7 +292,6 @@ def _slurm(config: MasterConfig) -> Iterator[Finding]:
 
 
 def _gpus_per_node(config: MasterConfig) -> int:
-    """Return the GPUs that the job asks for in each node."""
     engines = config.policy.generation.colocated.resources.gpus_per_node or 0
     return 0 if config.cluster.platform == "cpu" else max(config.cluster.gpus_per_node, engines)
 

@@ -113,7 +113,6 @@ class ParityWorkload:
     """Images in the sequences, whose tokens are not trained on."""
 
     def images_of(self, sequence: int) -> list[ParityImage]:
-        """Return the images of a sequence."""
         return [image for image in self.images if image.sequence == sequence]
 
     def counts(self, sequence: int) -> torch.Tensor:
@@ -125,7 +124,6 @@ class ParityWorkload:
 
     @property
     def trained(self) -> int:
-        """Tokens that are trained on."""
         return sum(int(self.counts(i).sum()) for i in range(len(self.lengths)) if i not in self.left_out)
 
 

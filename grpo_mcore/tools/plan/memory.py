@@ -359,7 +359,6 @@ def _largest_module(load: Workload) -> int:
 
 
 def _engine_bytes(load: Workload, param: Param) -> float:
-    """Return the bytes of an element of an engine's parameter."""
     tensor = param.hf[0]
     if load.engine_quantized is None or len(tensor.shape) < 2 or param.engine_split is Split.VOCAB:
         return load.engine_element

@@ -363,7 +363,6 @@ def _can_refit(load: Workload) -> bool:
 def _candidate(
     option: _Option, recipe: Workload, device: Device, saved: SavedLayout | None, *, is_own: bool = False
 ) -> Candidate:
-    """Return the option as overrides of the recipe."""
     load = option.load
     stages = tuple(stage_memory(load, device, stage.stage, option.engine) for stage in option.stages)
     times = step_time(load, device, option.engine, None)

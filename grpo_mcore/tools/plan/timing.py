@@ -73,7 +73,6 @@ def pipeline_bubble(stages: int, micro_batches: int, chunks: int = 1) -> float:
 
 
 def step_time(load: Workload, device: Device, engine: EngineMemory, traffic: RefitTraffic | None) -> StepTime:
-    """Return the time of all phases of one step."""
     shared = (1 - 1 / load.sharing) * forward_flops(load.shape, [load.prompt])
     forward = (forward_flops(load.shape, [load.mean_length]) - shared) * load.trained
     bubble = pipeline_bubble(load.layout.pipeline, load.micro_batches, load.layout.virtual)
@@ -334,7 +333,6 @@ def _decoding(load: Workload, device: Device, engine: EngineMemory, samples: int
 
 
 def _flops_of_token(load: Workload) -> float:
-    """Return the FLOPs that an engine rank spends on a token."""
     return forward_flops(load.shape, [1]) / load.engine_layout.ranks
 
 

@@ -236,7 +236,6 @@ class Workload:
         return tuple(tuple(layer for chunk in chunks for layer in chunk) for chunks in self.chunks)
 
     def params(self, stage: int) -> RankParams:
-        """Return the parameters of a rank of this stage."""
         if stage not in self._params:
             self._params[stage] = rank_params(
                 self.shape, self.layout, stage, self.chunks[stage], self.frozen, self.adapters

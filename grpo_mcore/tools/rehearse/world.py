@@ -223,5 +223,4 @@ class World:
 
     @cached_property
     def _policies(self) -> dict[str, PolicyConfig]:
-        """The teachers' policies, by alias."""
         return teacher_policies(self.config)

@@ -158,7 +158,6 @@ def token_kinds(rows: Sequence[Mapping[str, Any]], run: Path, vocabulary: int) -
 
 
 def lines_of(comparison: LossComparison) -> list[str]:
-    """Return the comparison as text."""
     names, width = comparison.names, max(12, *map(len, comparison.names))
     steps = comparison.optimizer_steps
     lines = [f"{'':24}  {'norm':>{width}}  " + "  ".join(f"{name:>{width}}" for name in names) + "   (cosine)"]

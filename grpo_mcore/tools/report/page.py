@@ -199,7 +199,6 @@ def _alarms(run: RunFiles) -> list[dict[str, Any]]:
 
 
 def _state(run: RunFiles) -> dict[str, Any]:
-    """Return what the head of the page says."""
     silent = time.time() - run.last_written
     if run.end is not None:
         end = str(run.end)

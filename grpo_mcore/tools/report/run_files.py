@@ -79,7 +79,6 @@ class RunFiles:
 
     @property
     def steps(self) -> list[int]:
-        """Steps that are trained."""
         return [line["step"] for line in self.metrics["train"]]
 
     @property

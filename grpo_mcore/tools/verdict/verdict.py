@@ -64,7 +64,6 @@ class Verdict:
 
     @property
     def line(self) -> str:
-        """The verdict in one line."""
         if not self.causes:
             gaps = ", ".join(f"{item.side} {item.largest:.1e}" for item in self.evidence)
             return f"none: within {self.limit:.1e} of transformers in float64 (largest gap of a log-prob: {gaps})"
