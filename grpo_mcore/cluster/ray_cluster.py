@@ -128,10 +128,8 @@ class RayCluster(Cluster):
             local_ranks = [0] * size
             spots = [_colocated(rank_name, others) for rank_name, others in zip(names, order.beside, strict=True)]
         else:
-            rejoins = self._wait_for_nodes_s > 0
-            group = reserve(
-                name, size, cpus, gpus, self._start_timeout_s, order.nodes, rejoins=rejoins, watch=self.watch
-            )
+            place = name, size, cpus, gpus, self._start_timeout_s, order.nodes
+            group = reserve(*place, rejoins=self._wait_for_nodes_s > 0, watch=self.watch)
             self._groups.append((group, set(names)))
             places = rank_order(nodes_of(group), size)
             local_ranks = [local for _, local in places]

@@ -18,13 +18,7 @@ Watch = Callable[[], None]
 logger = logging.getLogger(__name__)
 
 
-def _hears_nothing() -> None:
-    pass
-
-
-def check_room(
-    name: str, count: int, cpus: float, gpus: float, wait_s: float = 0.0, watch: Watch = _hears_nothing
-) -> None:
+def check_room(name: str, count: int, cpus: float, gpus: float, wait_s: float, watch: Watch) -> None:
     """Raise NotEnoughResources if `count` workers do not fit into the whole cluster even when it is empty. If a node
     has been lost, wait up to `wait_s` seconds for one in its place, then raise NodeLost."""
 
@@ -42,7 +36,7 @@ def check_room(
     _refuse_or_wait(shortage, "ask for less or add nodes", wait_s, watch)
 
 
-def check_nodes(name: str, nodes: int, wait_s: float = 0.0, watch: Watch = _hears_nothing) -> None:
+def check_nodes(name: str, nodes: int, wait_s: float, watch: Watch) -> None:
     """Raise NotEnoughResources if the cluster has fewer than `nodes` nodes; NodeLost as `check_room` does."""
 
     def shortage() -> str | None:
@@ -71,15 +65,7 @@ def _refuse_or_wait(shortage: Callable[[], str | None], advice: str, wait_s: flo
 
 
 def reserve(
-    name: str,
-    count: int,
-    cpus: float,
-    gpus: float,
-    timeout_s: float,
-    nodes: int = 1,
-    *,
-    rejoins: bool = True,
-    watch: Watch = _hears_nothing,
+    name: str, count: int, cpus: float, gpus: float, timeout_s: float, nodes: int, *, rejoins: bool, watch: Watch
 ) -> PlacementGroup:
     """Reserve places for `count` workers: on as few nodes as possible, or equally many on each of `nodes` nodes.
     `rejoins`: another node may come in place of one that is lost.

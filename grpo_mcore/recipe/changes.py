@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_mcore.recipe.errors import in_yaml, joined
+from grpo_mcore.recipe.errors import in_yaml, leaves
 from grpo_mcore.recipe.schema.keys import field_at, fixed_on_resume, section_of
 from grpo_mcore.recipe.schema.master import NULL_MEANS, RecipeSections
 
@@ -30,7 +30,7 @@ def changes(saved: Mapping[str, Any], config: RecipeSections) -> list[Change]:
     `saved` is the resolved recipe as `model_dump` returned it. Keys that only one version of the schema has are left
     out, and those that follow from others (`follows`): nobody changed them.
     """
-    before, after = dict(_leaves(saved)), dict(_leaves(config.model_dump(mode="json")))
+    before, after = leaves(saved), leaves(config.model_dump(mode="json"))
     changed = []
     for key in after | before:
         old, new = before.get(key, _MISSING), after.get(key, _MISSING)
@@ -53,18 +53,6 @@ def follows(key: str, values: Mapping[str, Any]) -> bool:
     if meaning is None or any(value is None for value in sources):
         return False
     return bool(values.get(key) == (math.prod(sources) if len(sources) > 1 else sources[0]))
-
-
-def _leaves(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the full key and value of every value that is not a mapping or a list of mappings."""
-    for name, item in value.items():
-        key = joined(path, str(name))
-        if isinstance(item, list) and item and all(isinstance(entry, dict) for entry in item):
-            item = {str(position): entry for position, entry in enumerate(item)}
-        if isinstance(item, dict) and item:
-            yield from _leaves(item, key)
-        else:
-            yield key, item
 
 
 def _free(key: str) -> bool:

@@ -1,7 +1,8 @@
-"""Errors of a recipe: a `Problem` for each thing that is wrong, and one `RecipeError` that reports all of them."""
+"""Errors of a recipe: a `Problem` for each thing that is wrong, and one `RecipeError` that reports all of them; and how
+keys and values are called there."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +58,23 @@ def in_yaml(value: Any, limit: int = 60) -> str:
 def joined(path: str, name: str) -> str:
     """Return the dotted key of `name` under `path`."""
     return f"{path}.{name}" if path else name
+
+
+def leaf_values(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield (path, value) of all values in nested dicts and lists of dicts. A list of scalars is one value; parts of a
+    path may have dots."""
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from leaf_values(item, (*path, str(name)))
+    else:
+        yield path, value
+
+
+def leaves(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same values by their full keys."""
+    return {".".join(path): value for path, value in leaf_values(values)}
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -126,31 +126,16 @@ def refit(
     plan: RefitPlan,
     version: int,
     *,
-    verify: Verify = "sample",
     recompute_kv: bool = False,
-    nodes: EngineNodes | None = None,
-    node_of_rank: Sequence[int] = (),
-    timeline: Timer | None = None,
-    clock: Clock = REAL,
-    timeout_s: float = 600.0,
+    **options: Any,
 ) -> RefitReport:
-    """Make every engine's weights equal the policy's, as weight version `version`: stage and commit a `Refit`.
+    """Make every engine's weights equal the policy's, as weight version `version`: stage and commit a `Refit`, which
+    takes the `options`.
 
     Raises RefitError. Every living engine is then on its old weights and can generate, except one that had to replace
     layers in place.
     """
-    run = Refit(
-        policy_workers,
-        engines,
-        plan,
-        version,
-        verify=verify,
-        nodes=nodes,
-        node_of_rank=node_of_rank,
-        timeline=timeline,
-        clock=clock,
-        timeout_s=timeout_s,
-    )
+    run = Refit(policy_workers, engines, plan, version, **options)
     run.stage()
     return run.commit(recompute_kv=recompute_kv)
 

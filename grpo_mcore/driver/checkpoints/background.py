@@ -5,7 +5,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from grpo_mcore.base.files import Digest
@@ -133,9 +132,7 @@ class BackgroundCheckpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Finish the checkpoint under way when the run ends with an error. After a missed deadline or Ctrl-C finish it
         only if the ranks have written their part, and delete it otherwise."""
         if isinstance(error, Exception) and not isinstance(error, DeadlineExceeded):

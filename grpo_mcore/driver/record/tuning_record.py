@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from grpo_mcore.base.stopping import StopRequest
@@ -82,11 +81,9 @@ class TuningRecord(RunOutput):
         self._open.enter_context(self._stop.listening())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.close()
-        self._open.__exit__(kind, error, trace)
+        self._open.__exit__(*error)
 
     def _take(self, done: int) -> list[DatumSpec]:
         """Return the batch that comes after `done` steps."""

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from typing import Any
 
 import grpo_mcore
 from grpo_mcore.base.files import newer_format
-from grpo_mcore.recipe.errors import COMMAND_LINE, DEFAULT, Problem, RecipeError, in_yaml, nearest_hint
+from grpo_mcore.recipe.errors import COMMAND_LINE, DEFAULT, Problem, RecipeError, in_yaml, leaf_values, nearest_hint
 from grpo_mcore.recipe.loading.merge import apply_overrides, merge
 from grpo_mcore.recipe.nemo_rl.dtensor_policy import READ_AS, aliases
 from grpo_mcore.recipe.schema.keys import nearest_key, plain_defaults
@@ -129,20 +129,6 @@ def shown(path: Path) -> str:
     """Return a path for messages: relative if it is below the working directory."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
-
-
-def leaf_values(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield (path, value) of all values in nested dicts and lists of dicts. A list of scalars is one value; parts of a
-    path may have dots."""
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list) and value and isinstance(value[0], dict):
-        items = enumerate(value)
-    if not items:
-        yield path, value
-    for name, item in items:
-        yield from leaf_values(item, (*path, str(name)))
 
 
 def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:

@@ -104,10 +104,8 @@ def _layouts(config: RecipeSections) -> Iterator[Finding]:
         return
     if wrong:
         return
-    unfit = False
-    for keys, message in _engines(config):
-        unfit = True
-        yield Finding(keys, message)
+    unfit = list(_engines(config))
+    yield from unfit
     for alias in () if unfit else dict.fromkeys(teacher_copies(config).values()):
         for finding in teacher_findings(config, alias):
             keys = (_place(config, alias), f"{_AT}teacher_model_by_agent_name.{alias}")
@@ -124,7 +122,7 @@ def _place(config: RecipeSections, alias: str, name: str = "") -> str:
     return f"{section}.{name}" if name else section
 
 
-def _engines(config: RecipeSections) -> Iterator[tuple[tuple[str, ...], str]]:
+def _engines(config: RecipeSections) -> Iterator[Finding]:
     """A vllm teacher must only score sampled tokens, under the whole distribution, with a layout that vLLM has."""
     generation = config.policy.generation
     for alias, settings in teacher_settings(config).items():
@@ -133,31 +131,32 @@ def _engines(config: RecipeSections) -> Iterator[tuple[tuple[str, ...], str]]:
             for name in ("gpu_memory_utilization", "vllm_kwargs"):
                 key = _place(config, alias, name)
                 if settings[name] and key.rpartition(".")[0] == backend.rpartition(".")[0]:
-                    yield (key, backend), "is for engines: set backend: vllm"
+                    yield Finding((key, backend), "is for engines: set backend: vllm")
             continue
         if compares_distributions(config):
             message = "vllm scores sampled tokens alone, and a divergence needs hidden states; set it to megatron"
-            yield (backend, _AT + "divergence.enabled"), message
+            yield Finding((backend, _AT + "divergence.enabled"), message)
         for name in ("top_k", "top_p"):
             if generation[name] not in (None, 1.0):
                 key = f"policy.generation.{name}"
                 message = f"vllm scores under the whole distribution, which {key} cuts; set it to megatron"
-                yield (backend, key), message
+                yield Finding((backend, key), message)
         for name in ("context_parallel_size", "expert_tensor_parallel_size"):
             if (settings[name] or 1) > 1:
-                yield (_place(config, alias, name), backend), "an engine of vllm has no such ranks; set it to 1"
+                yield Finding(
+                    (_place(config, alias, name), backend), "an engine of vllm has no such ranks; set it to 1"
+                )
         megatron = _place(config, alias, "megatron_cfg_overrides")
         if settings.megatron_cfg_overrides and megatron.rpartition(".")[0] == backend.rpartition(".")[0]:
-            yield (megatron, backend), "is not for engines; see vllm_kwargs"
+            yield Finding((megatron, backend), "is not for engines; see vllm_kwargs")
         tensor = settings.tensor_model_parallel_size or generation.vllm_cfg.tensor_parallel_size
         experts = settings.expert_model_parallel_size or generation.vllm_cfg.expert_parallel_size
         if experts not in (1, tensor):
             message = f"{experts} is neither 1 nor the {tensor} tensor-parallel ranks that share an engine's experts"
-            yield (_place(config, alias, "expert_model_parallel_size"), backend), message
+            yield Finding((_place(config, alias, "expert_model_parallel_size"), backend), message)
         section, decided = _place(config, alias, "vllm_kwargs"), tables()["decided"]
-        for finding in engine_argument_findings(settings.vllm_kwargs, section, tables()["teacher_set_by"], decided):
-            yield finding.keys, finding.message
+        yield from engine_argument_findings(settings.vllm_kwargs, section, tables()["teacher_set_by"], decided)
         hinted = [number for number, entry in enumerate(config.data.train) if entry.hint_key is not None]
         if hinted and "max_model_len" not in settings.vllm_kwargs:
             message = "with a hint an engine must know the longest prompt with its answer: {max_model_len: TOKENS}"
-            yield (_place(config, alias, "vllm_kwargs"), f"data.train.{hinted[0]}.hint_key"), message
+            yield Finding((_place(config, alias, "vllm_kwargs"), f"data.train.{hinted[0]}.hint_key"), message)

@@ -11,7 +11,8 @@ from typing import Any, Literal
 from grpo_mcore.families import read_hf_config, shape_of, with_overrides
 from grpo_mcore.families.known import known_config
 from grpo_mcore.recipe import DEFAULT, Finding, MasterConfig, Problem, Recipe, RecipeError, layout_findings, shown
-from grpo_mcore.recipe.loading.load import leaf_values, recipe_folders
+from grpo_mcore.recipe.errors import leaf_values
+from grpo_mcore.recipe.loading.load import recipe_folders
 from grpo_mcore.recipe.validation.rules import check_rows, tables
 
 Target = Literal["slurm", "k8s", "local"]

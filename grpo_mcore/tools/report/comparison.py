@@ -3,7 +3,7 @@
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -15,7 +15,7 @@ from grpo_mcore.base.text import escaped as printable
 from grpo_mcore.observe.run_folder import is_number
 from grpo_mcore.recipe import without_secrets
 from grpo_mcore.recipe.changes import follows
-from grpo_mcore.recipe.errors import joined
+from grpo_mcore.recipe.errors import leaves
 from grpo_mcore.tools.report.run_files import RunFiles, duration
 
 PLACES = ("logger.log_dir", "logger.run_name", "checkpointing.checkpoint_dir", "checkpointing.mirror")
@@ -122,7 +122,7 @@ def state_of(run: RunFiles) -> str:
 def differing_settings(recipes: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """Return for each recipe its values, as text, of the keys whose values are not the same in all. Places of files,
     which always differ, are left out, secrets, and keys that follow from others."""
-    flat = [dict(_leaves(without_secrets(recipe))) for recipe in recipes]
+    flat = [leaves(without_secrets(recipe)) for recipe in recipes]
     keys = dict.fromkeys(key for values in flat for key in values)
     differing = [key for key in keys if key not in PLACES and len({_text(values.get(key)) for values in flat}) > 1]
     differing = [key for key in differing if not all(follows(key, values) for values in flat)]
@@ -133,7 +133,7 @@ def runs_by(runs: Sequence[RunFiles], by: str) -> dict[str, list[RunFiles]]:
     """Return the runs by their values of the recipe's key `by`, such as "loss_fn.ratio_clip_max" or, with commas, of
     several keys. Raises ValueError with a key that no recipe has."""
     keys = by.split(",")
-    flat = [dict(_leaves(run.recipe)) for run in runs]
+    flat = [leaves(run.recipe) for run in runs]
     for key in keys:
         if not any(key in values for values in flat):
             raise ValueError(f"--group-by: no recipe of these runs has the key {key}")
@@ -200,17 +200,6 @@ def _hours(run: RunFiles) -> float:
         return float(run.summary["seconds"]) / 3600
     times = [line["unix_time"] for lines in run.metrics.values() for line in lines if line.get("unix_time")]
     return (max(times) - min(times)) / 3600 if times else 0.0
-
-
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the full key and value of everything in nested dicts, and lists of dicts, that is not a dict."""
-    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
-        value = dict(enumerate(value))
-    if isinstance(value, Mapping) and value:
-        for name, item in value.items():
-            yield from _leaves(item, joined(path, str(name)))
-    else:
-        yield path, value
 
 
 def _text(value: Any) -> str:
