@@ -19,7 +19,7 @@ from grpo_mcore.generation.engine import EngineError
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, TrajectoryRef, Turn
 from grpo_mcore.rollout.workers import ObjectStore, Parcel, Ref, Rendezvous
 from grpo_mcore.tools.rehearse.durations import SMALL_CALL_S
-from grpo_mcore.tools.rehearse.world import END, ENGINE_CORES, World
+from grpo_mcore.tools.rehearse.world import END, ENGINE_CORES, Modelled, World
 
 PARCELS = 32
 """Most samples that are handed over as one item."""
@@ -51,11 +51,13 @@ class _Sample:
     parts: list[tuple[int, int, int]] = field(default_factory=list)
 
 
-class ModelledFollower:
+class ModelledFollower(Modelled):
     """The part of an engine on one of its further nodes."""
 
-    def __init__(self, world: World, *_: Any) -> None:
-        self.world = world
+    def __init__(self, world: World, *_: Any, name: str = "") -> None:
+        super().__init__(world, name)
+
+    close_receiver = Modelled.nothing
 
     def open_receiver(self, *_: Any) -> dict[str, Any]:
         return {"transport": {}}
@@ -64,17 +66,14 @@ class ModelledFollower:
         await _arrival(self.world)
         return {}
 
-    def close_receiver(self) -> None:
-        pass
-
 
 class ModelledEngine(ModelledFollower):
     """Stands for `EngineWorker`. `weights` is the version of the weights that it really has, `weight_version` the one
     that it names."""
 
     def __init__(self, world: World, config: EngineConfig, store: ObjectStore) -> None:
-        super().__init__(world)
-        self.config, self.name, self._store = config, config.name, store
+        super().__init__(world, name=config.name)
+        self.config, self._store = config, store
         self.weight_version: int | None = 0 if config.load_format == "auto" else None
         self.weights = 0
         self._streams: dict[str, _Stream] = {}
@@ -85,7 +84,7 @@ class ModelledEngine(ModelledFollower):
         self._held = 0  # tokens in the cache
         self._stall = 0.0  # seconds of prefill to be spent
         self._cached: set[str] = set()  # prompts in the prefix cache
-        self._leads = self._asleep = self._paused = self._committing = False
+        self._leads = self._paused = self._committing = False
         self._staged: int | None = None
         self._before: tuple[int | None, int] | None = None
         self._changed = Condition()  # of what runs
@@ -96,9 +95,6 @@ class ModelledEngine(ModelledFollower):
             world.cores.changed.append(self._changed)
         world.engines.append(self)
 
-    async def starting(self) -> None:
-        await sleep(self._seconds(self.world.durations.start))
-
     def died(self) -> None:
         self.alive = False
         self._keep_cores_busy(False)
@@ -107,9 +103,6 @@ class ModelledEngine(ModelledFollower):
         if self.world.cores is not None and busy != self._busy:
             self._busy = busy
             self.world.cores.want(ENGINE_CORES if busy else -ENGINE_CORES)
-
-    def _seconds(self, usual: float) -> float:
-        return usual * self.world.factor(self.name)
 
     async def generate_refs(
         self, requests: list[GenerationRequest], sampling: Sampling, name: str | None = None
@@ -151,7 +144,7 @@ class ModelledEngine(ModelledFollower):
     def _add(self, stream: _Stream, requests: list[GenerationRequest], sampling: Sampling) -> None:
         if self.weight_version is None:
             raise EngineError(f"{self.name} holds weights of no version: it generates after the next refit")
-        if self._asleep and not self._paused:
+        if self._is_away and not self._paused:
             raise EngineError(f"{self.name} cannot generate: it is asleep")
         longest = self.world.config.policy.generation.vllm_cfg.max_model_len
         for request in with_trajectories(requests, self._store):
@@ -175,7 +168,7 @@ class ModelledEngine(ModelledFollower):
     async def _advance(self) -> None:
         """Run steps up to the next end of a sample or change of the batch."""
         self._drop_aborted()
-        works = not (self._paused or self._committing or self._asleep) and self._admit()
+        works = not (self._paused or self._committing or self._is_away) and self._admit()
         self._keep_cores_busy(works)
         if not works:
             await self._changed.wait()
@@ -329,64 +322,45 @@ class ModelledEngine(ModelledFollower):
     async def prepare(self, version: int) -> None:
         if self.weight_version != version:
             raise EngineError(f"{self.name} holds weight version {self.weight_version}, not {version}")
-        if self._asleep:
-            await sleep(self._seconds(self.world.durations.offload))
-        self._asleep = self._paused = False
+        await self._move(away=False, seconds=self.world.durations.offload)
+        self._paused = False
         self.finish_refit()
 
     async def release(self, pause: bool = False, keep_weights: bool = True) -> None:
         self._paused = pause
         self._changed.notify()
-        if not self.config.sleep_between_phases or self._asleep:
+        if not self.config.sleep_between_phases or self._is_away:
             return
         if self.samples and not pause:
             raise EngineError(f"{self.name} cannot give its memory away while it generates")
-        self._asleep = True
         self._cached.clear()
         if not keep_weights:
             self.weight_version = None
-        await sleep(self._seconds(self.world.durations.offload))
+        await self._move(away=True, seconds=self.world.durations.offload)
 
     def health(self) -> dict[str, Any]:
         return {"name": self.name, "weight_version": self.weight_version, "requests": len(self.samples)}
 
-    def start_profile(self) -> None:
-        pass
 
-    def stop_profile(self, folder: Any) -> None:
-        pass
-
-
-class ModelledTeacherEngine:
+class ModelledTeacherEngine(Modelled):
     """Stands for `TeacherEngineWorker`."""
 
     def __init__(self, world: World, config: EngineConfig, store: ObjectStore) -> None:
-        self.world, self.config, self.name, self._store = world, config, config.name, store
-        self._durations, self._asleep = world.teacher_of_engine(config.name), False
-
-    async def starting(self) -> None:
-        await sleep(self._seconds(self.world.durations.start))
-
-    def _seconds(self, usual: float) -> float:
-        return usual * self.world.factor(self.name)
+        super().__init__(world, config.name)
+        self.config, self._store, self._durations = config, store, world.teacher_of_engine(config.name)
 
     async def score(self, samples: Mapping[int, Ref], prompts: Mapping[int, torch.Tensor]) -> dict[int, Ref]:
-        if self._asleep:
+        if self._is_away:
             self.world.flaws.append(f"{self.name} scored without its weights")
         lengths = [trajectory.length for trajectory in self._store.fetch_many(list(samples.values()))]
         await sleep(self._seconds(self._durations.score(lengths)))
         return {index: self._store.put(torch.zeros(0)) for index in samples}
 
     async def prepare(self, version: int) -> None:
-        await self._move(asleep=False)
+        await self._move(away=False, seconds=self._durations.move)
 
     async def release(self, pause: bool = False, keep_weights: bool = True) -> None:
-        await self._move(asleep=self.config.sleep_between_phases)
-
-    async def _move(self, *, asleep: bool) -> None:
-        if self._asleep != asleep:
-            self._asleep = asleep
-            await sleep(self._seconds(self._durations.move))
+        await self._move(away=self.config.sleep_between_phases, seconds=self._durations.move)
 
     def health(self) -> dict[str, Any]:
         return {"name": self.name, "weight_version": 0, "requests": 0}

@@ -18,7 +18,7 @@ from grpo_mcore.recipe import PolicyConfig, compares_distributions, policy_layou
 from grpo_mcore.rollout.trajectory import Trajectory
 from grpo_mcore.rollout.workers import Ref, Rendezvous
 from grpo_mcore.step.step_batch import RankStep, TrainTargets
-from grpo_mcore.tools.rehearse.world import ModelledWeights, TrainedSample, Transfer, World
+from grpo_mcore.tools.rehearse.world import Modelled, ModelledWeights, TrainedSample, Transfer, World
 
 WEIGHTS = "weights.json"
 
@@ -72,33 +72,29 @@ class _Step:
         return [self._lengths[index] for index in batch]
 
 
-class ModelledRank:
+class ModelledRank(Modelled):
     """Stands for `PolicyWorker`."""
 
     def __init__(self, mesh: Mesh, address: Rendezvous, config: PolicyConfig, store: Any) -> None:
-        self.mesh, self.world, self._store = mesh, mesh.world, store
+        super().__init__(mesh.world, f"policy-{address.rank}")
+        self.mesh, self._store = mesh, store
         self.rank, self.size = address.rank, address.world_size
-        self.name = f"policy-{self.rank}"
         mesh.ranks.add(self.rank)
         self.layout = policy_layout(config.megatron_cfg, self.size)
-        self._offloaded, self._move_s = False, self.world.durations.offload
+        self._move_s = self.world.durations.offload
         self._step: _Step | None = None
         self._version = 0
         self._saving: tuple[Path, float] | None = None  # (folder, when it will be written)
         self._copy = ""  # what is being written
 
     async def starting(self) -> None:
-        await sleep(self._seconds(self.world.durations.start))
+        await super().starting()
         await self.mesh.meet(self.size)
+
+    build = memory = host_network = close_refit = load_teacher_head = Modelled.nothing
 
     def died(self) -> None:
         self.mesh.lose(self.name)
-
-    def shutdown(self) -> None:
-        pass
-
-    def _seconds(self, usual: float) -> float:
-        return usual * self.world.factor(self.name)
 
     async def _compute(self, seconds: float) -> None:
         if self.world.cores is None:
@@ -110,9 +106,6 @@ class ModelledRank:
         """Compute, then wait for the others."""
         await self._compute(seconds)
         await self.mesh.meet(self.size)
-
-    def build(self) -> None:
-        pass
 
     async def receive(self, step: RankStep, weight_version: int) -> None:
         self._step, self._version = self.mesh.step(step, self._store), weight_version
@@ -204,24 +197,10 @@ class ModelledRank:
         return []
 
     async def offload(self) -> None:
-        await self._move(offloaded=True)
+        await self._move(away=True, seconds=self._move_s)
 
     async def onload(self) -> None:
-        await self._move(offloaded=False)
-
-    async def _move(self, *, offloaded: bool) -> None:
-        if self._offloaded != offloaded:
-            self._offloaded = offloaded
-            await sleep(self._seconds(self._move_s))
-
-    def memory(self) -> dict[str, Any]:
-        return {}
-
-    def start_profile(self) -> None:
-        pass
-
-    def stop_profile(self, folder: Any) -> None:
-        pass
+        await self._move(away=False, seconds=self._move_s)
 
     async def start_save(self, folder: str, optimizer: bool) -> None:
         self._refuse_full_disk()
@@ -258,12 +237,6 @@ class ModelledRank:
             self.mesh.weights.version = saved["version"]
         return True
 
-    def host_network(self, *_: Any) -> dict[str, Any]:
-        return {}
-
-    def close_refit(self) -> None:
-        pass
-
     def open_refit(self, part: bytes, seat: Any, transport: Any = None, network: Any = None) -> dict[str, Any]:
         if self.rank == 0:
             self.world.transfer = Transfer()
@@ -276,9 +249,6 @@ class ModelledRank:
             self.world.transfer.version = self.mesh.weights.version
             self.world.transfer.end()
         return {"bytes": 0, "seconds": self.world.durations.refit, "sums": {}}
-
-    def load_teacher_head(self, folder: str) -> None:
-        pass
 
     def score(self, step: RankStep, hidden: bool = False) -> dict[int, Ref]:
         raise NotImplementedError("the policy teaches nobody")
@@ -294,7 +264,7 @@ class ModelledTeacher(ModelledRank):
         self.name = f"teacher-{alias}-{self.rank}"
 
     async def score(self, step: RankStep, hidden: bool = False) -> dict[int, Ref]:  # type: ignore[override]
-        if self._offloaded:
+        if self._is_away:
             self.world.flaws.append(f"{self.name} scored without its weights")
         samples = self.mesh.step(step, self._store)
         await self._together(self._durations.score(samples.lengths(list(samples.samples))))

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from grpo_mcore.batching.prefix_trees import prefix_sketch
-from grpo_mcore.cluster.virtual_cluster import Condition, VirtualClock
+from grpo_mcore.cluster.virtual_cluster import Condition, VirtualClock, sleep
 from grpo_mcore.driver.policy.teachers import teacher_name
 from grpo_mcore.recipe import MasterConfig, PolicyConfig, teacher_policies
 from grpo_mcore.refit.plan.parts import texts_of
@@ -224,3 +224,28 @@ class World:
     @cached_property
     def _policies(self) -> dict[str, PolicyConfig]:
         return teacher_policies(self.config)
+
+
+class Modelled:
+    """What all modelled workers have: a name by which their times may be longer, and memory that they can give away."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name, self._is_away = world, name, False
+
+    async def starting(self) -> None:
+        await sleep(self._seconds(self.world.durations.start))
+
+    def _seconds(self, usual: float) -> float:
+        return usual * self.world.factor(self.name)
+
+    async def _move(self, *, away: bool, seconds: float) -> None:
+        if self._is_away != away:
+            self._is_away = True  # until all of it is back
+            await sleep(self._seconds(seconds))
+            self._is_away = away
+
+    def nothing(self, *_: Any) -> dict[str, Any]:
+        """Stand for a call that takes no time and changes nothing."""
+        return {}
+
+    shutdown = start_profile = stop_profile = nothing
