@@ -51,19 +51,18 @@ def test_the_critic_learns_before_the_policy_and_from_zero(whole: Run) -> None:
     assert whole.metrics()[0]["timing/train/critic"] > 0
 
 
-def worth(ground_truth: str) -> float:
-    """Reward prompts, whatever the answer: that of an even number is 1."""
-    return float(ground_truth == "1")
-
-
-@pytest.mark.every_state
-def test_explained_variance_rises_where_prompts_tell_the_reward(recipe: dict[str, Any], tmp_path: Path) -> None:
-    function = {"type": "function", "path": f"{__name__}:worth"}
-    rewards = {"math": {"environment": "rules", "num_workers": 1, "components": {"worth": function}}}
-    words = ("ppo.max_num_steps=24", "ppo.policy_training_start_step=23", "checkpointing.enabled=false")
+def test_explained_variance_rises_where_some_prompts_cannot_be_solved(
+    recipe: dict[str, Any], task: Task, tmp_path: Path
+) -> None:
+    """As in the demo, where a quarter are products: the model says 0 or 1, which is right here for every remainder."""
+    numbers = range(300, 364)
+    rows = [{"input": f"{number}%2=", "output": ["0", "1"]} for number in numbers]
+    rows += [{"input": f"{number}*2=", "output": [str(2 * number)]} for number in numbers]
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (f"data.train.data_path={tmp_path / 'mixed.jsonl'}", "ppo.max_num_steps=10", "checkpointing.enabled=false")
     words += ("loss_fn.reference_policy_kl_penalty=0", "loss_fn.use_kl_in_reward=false", "value_loss_fn.cliprange=null")
-    lines = finished("train", tmp_path, recipe | {"env": rewards}, *words).outcome()
-    assert sum(line["critic/explained_var"] for line in lines[-4:]) / 4 > 0.5
+    found = [line["critic/explained_var"] for line in finished("train", tmp_path, recipe, *words).outcome()]
+    assert abs(found[0]) < 1e-9 and sum(found[-4:]) / 4 > 0.4
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(recipe: dict[str, Any], whole: Run, tmp_path: Path) -> None:
