@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from grpo_mcore.cluster import DeadlineExceeded, Future, Parcel, Stream, WorkerFailed, remote_stream
+from grpo_mcore.driver.engines.retries import Retries
 from grpo_mcore.driver.interfaces import GenerationInterface
 from grpo_mcore.driver.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.environments.agents.samples import AgentOutcome
@@ -61,7 +62,7 @@ class AgentRollouts:
         self._resume, self._on_outcome = resume, on_outcome
         self._waiting: dict[Sampling, list[OpenSample]] = {}
         self._running: dict[Stream, dict[tuple[str, int], OpenSample]] = {}  # samples still to come, by uid and index
-        self._failures = 0
+        self._retries = Retries(_MAX_FAILURES, 0.0)
 
     def add(self, samples: Sequence[OpenSample]) -> None:
         """Let samples wait. Raises ValueError for one without a task for agents."""
@@ -100,13 +101,15 @@ class AgentRollouts:
         try:
             if (item := next(ready, None)) is None:
                 raise WorkerFailed(self._worker.name, ready.purpose, f"it ended without {len(expected)} samples")
-        except (WorkerFailed, DeadlineExceeded):
-            self._failures += 1
-            if self._failures > _MAX_FAILURES:
-                raise
-            self._restart()
+        except (WorkerFailed, DeadlineExceeded) as error:
+            self._retries.failed(error)
+            unfinished = [sample for expected in self._running.values() for sample in expected.values()]
+            self._running.clear()
+            self._worker.restart()
+            self.add([sample for sample in unfinished if sample.wait is not None])
+            self.send()
             return True
-        self._failures = 0
+        self._retries.reset()
         label, outcome = item.label if isinstance(item, Parcel) else (None, item)
         sample = expected.pop((outcome.uid, outcome.generation_index), None)
         if not expected:
@@ -139,11 +142,3 @@ class AgentRollouts:
             return sample
         group.images |= {digest: store.put(file) for digest, file in files.items() if digest not in group.images}
         return TrajectoryRef.of(trajectory, store.put(trajectory), {digest: group.images[digest] for digest in files})
-
-    def _restart(self) -> None:
-        """Restart the environment, and ask again for the samples that did not come."""
-        unfinished = [sample for expected in self._running.values() for sample in expected.values()]
-        self._running.clear()
-        self._worker.restart()
-        self.add([sample for sample in unfinished if sample.wait is not None])
-        self.send()

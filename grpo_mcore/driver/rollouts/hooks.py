@@ -24,8 +24,6 @@ class RolloutHooks:
     phase: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext()
     """Opens the phase in which `next_group` waits: "generate" while samples are generated, "reward" while only rewards
     are awaited."""
-    watch: Callable[[], None] = lambda: None
-    """Called again and again while `next_group` only waits; nothing is lost if it raises."""
     restore_engines: Callable[[], object] | None = None
     """Waits for restarted engines and refits them; called only in `next_group`, when the policy is idle."""
 

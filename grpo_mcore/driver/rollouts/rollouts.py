@@ -113,10 +113,7 @@ class Rollouts:
         by_worker = {id(worker): self._queue_of(worker) for worker in environments.values()}
         self._queue_of_task = {task: by_worker[id(worker)] for task, worker in environments.items()}
         self._agents = [queue for queue in by_worker.values() if isinstance(queue, AgentRollouts)]
-        scorers = [queue for queue in by_worker.values() if isinstance(queue, EnvQueue)]
-        self._queues: tuple[EnvQueue | EngineQueues | AgentRollouts, ...] = (
-            *scorers, self._engine_queues, *self._agents
-        )  # fmt: skip
+        self._queues = (*by_worker.values(), self._engine_queues)
         self._open: dict[str, list[OpenSample]] = {}  # the samples of groups under way, by uid
         self._finished: deque[Group] = deque()
 
@@ -259,10 +256,7 @@ class Rollouts:
     @property
     def generating(self) -> bool:
         """Whether samples are still being generated; otherwise only rewards are waited for."""
-        return self._engine_queues.generating or self._agents_run()
-
-    def _agents_run(self) -> bool:
-        return any(queue.awaited() for queue in self._agents)
+        return self._engine_queues.generating or any(queue.awaited() for queue in self._agents)
 
     def most_queued(self) -> int:
         """Return the largest number of samples that waited for room on their engines since the last call; 0 if there is
@@ -270,28 +264,25 @@ class Rollouts:
         return self._engine_queues.most_queued()
 
     def _progress(self) -> None:
-        """Wait for what comes next, and process it."""
+        """Wait for what comes next, and process it: some of `awaited`, or that an environment or an engine has exceeded
+        its deadline."""
         if self.engines.deaths:
             self._engine_queues.take_deaths()
             self._send()
-        if self._engine_queues.without_engine() or (self._agents_run() and not self.engines.reachable()):
+        if self.generating and (self._engine_queues.without_engine() or not self.engines.reachable()):
             self._engine_queues.restore()
             self._send()
-        self.take(self._wait())
-
-    def _wait(self) -> Sequence[Future | Stream]:
-        """Return those of `awaited` that are ready; none if an environment or an engine exceeded its deadline."""
+        if not self.awaited():
+            self._send(hold=False)  # nothing is under way that could join what is held back
         timeout_s = self.cluster.call_timeout_s
         left_s = min(queue.seconds_left() for queue in self._queues)
-        if not (things := self.awaited()):
-            self._send(hold=False)  # nothing is under way that could join what is held back
-            things = self.awaited()
         try:
-            return self.cluster.ready(things, min(left_s, timeout_s), "samples and scores", self._hooks.watch)
+            ready = self.cluster.ready(self.awaited(), min(left_s, timeout_s), "samples and scores")
         except DeadlineExceeded as error:
             if not self._engine_queues.take_late(error.detail) and left_s >= timeout_s:
                 raise
-            return ()
+            ready = ()
+        self.take(ready)
 
     def awaited(self) -> list[Future | Stream]:
         """Return all calls and streams under way."""

@@ -9,8 +9,9 @@ schedule tolerates few prompts without any reward.
 import logging
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from itertools import takewhile
 from typing import Any
 
 from grpo_mcore.cluster import (
@@ -26,6 +27,7 @@ from grpo_mcore.cluster import (
     remote_call,
 )
 from grpo_mcore.cluster.local_cluster import LocalWorker
+from grpo_mcore.driver.engines.retries import Retries
 from grpo_mcore.driver.rollouts.hooks import NO_HOOKS, RolloutHooks
 from grpo_mcore.environments.interfaces import EnvironmentInterface, RemoteEnvironment
 from grpo_mcore.parallel.platform import Platform, PlatformChoice
@@ -47,25 +49,22 @@ class BatchLimits:
     max_wait_s: float = 0.0
 
 
+@dataclass(eq=False)
 class EnvironmentWorker:
-    """An environment in a worker that can be restarted."""
+    """An environment in a worker that can be restarted. `start`: spawns the worker. `calls`: how many calls it takes at
+    a time; `timeout_s`: deadline of each. `runs_agents`: it generates whole samples itself, through the policy's
+    endpoint. `batch`: limits of a call."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        start: Callable[[], Worker],
-        *,
-        calls: int,
-        timeout_s: float,
-        runs_agents: bool = False,
-        batch: BatchLimits = BatchLimits(),
-    ) -> None:
-        """`start`: spawns the worker. `calls`: how many calls it takes at a time; `timeout_s`: deadline of each.
-        `runs_agents`: it generates whole samples itself, through the policy's endpoint. `batch`: limits of a call."""
-        self._cluster, self._start = cluster, start
-        self.batch = batch
-        self.calls, self.timeout_s, self.runs_agents = calls, timeout_s, runs_agents
-        self._worker = start()
+    cluster: Cluster
+    start: Callable[[], Worker]
+    _: KW_ONLY
+    calls: int
+    timeout_s: float
+    runs_agents: bool = False
+    batch: BatchLimits = BatchLimits()
+
+    def __post_init__(self) -> None:
+        self._worker = self.start()
         self.name = self._worker.name
 
     @property
@@ -87,22 +86,20 @@ class EnvironmentWorker:
     def restart(self) -> None:
         """End it, whatever it is doing, and wait for its successor."""
         self.stop()
-        self._worker = self._start()
+        self._worker = self.start()
         self._worker.ready().result()
 
     def stop(self) -> None:
-        self._cluster.stop([self._worker])
+        self.cluster.stop([self._worker])
 
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """A call about some samples. `alone`: the environment gets no other call at the same time. `again`: one of its
-    samples has failed before, and no other sample joins it. Times are the cluster's."""
+    """A call about some samples. `alone`: the environment gets no other call at the same time. `since`: when it began,
+    by the cluster's clock."""
 
     samples: list[OpenSample]
-    queued_at: float
     alone: bool = False
-    again: bool = False
     since: float = 0.0
 
     @property
@@ -125,27 +122,31 @@ class EnvQueue:
         *,
         joins: bool = True,
     ) -> None:
-        """`resume`: gets each sample whose turn is scored. `joins`: a call may hold samples that were added one after
-        the other; otherwise each `add` is a call."""
+        """`resume`: gets each sample whose turn is scored. `joins`: a call holds what waits, up to the limit of a call;
+        otherwise the samples of one group, all of them."""
         self._worker, self._clock, self._resume, self._hooks, self._joins = worker, cluster.clock, resume, hooks, joins
         self._max_calls, self._timeout_s, self._batch = math.inf, cluster.call_timeout_s, BatchLimits()
         if isinstance(worker, EnvironmentWorker):
             self._max_calls, self._timeout_s, self._batch = worker.calls, worker.timeout_s, worker.batch
-        self._waiting: deque[_Call] = deque()
+        self._retries = Retries(_MAX_FAILURES if isinstance(worker, EnvironmentWorker) else 0, 0.0)
+        self._waiting: deque[tuple[float, OpenSample]] = deque()  # with the times since when
+        self._again: deque[_Call] = deque()  # about one sample each, whose call has failed: before all others
         self._running: OrderedDict[Any, _Call] = OrderedDict()  # by future, first deadline first
-        self._failures = 0
         self._exceptions: set[str] = set()  # that were logged
 
-    def add(self, samples: Sequence[OpenSample]) -> None:
-        if samples:
-            self._waiting.append(_Call(list(samples), self._clock.now()))
+    def add(self, samples: Iterable[OpenSample]) -> None:
+        self._waiting.extend((self._clock.now(), sample) for sample in samples)
 
     def send(self, *, hold: bool = True) -> None:
         """Start the calls that wait, as many as the environment takes. `hold` False: also those that are held back to
         be joined by others. To be called when all that came at one time has been added, so that it goes in one call."""
-        self._take_late()
-        while self._waiting and len(self._running) < self._max_calls and not self._must_wait(hold):
-            self._start(self._next_call())
+        while self._running:
+            answer, call = next(iter(self._running.items()))
+            if self._clock.now() < call.since + self._timeout_s:
+                break
+            self._take(answer, call)  # it is late
+        while len(self._running) < self._max_calls and (call_now := self._next_call(hold)) is not None:
+            self._start(call_now)
 
     def awaited(self) -> list[Future | Stream]:
         return list(self._running)
@@ -156,48 +157,41 @@ class EnvQueue:
         return call is not None
 
     def drop(self, samples: Collection[OpenSample], *, close: bool) -> None:
-        for call in self._waiting:
-            call.samples = [sample for sample in call.samples if sample.wait is not None]
-        self._waiting = deque(call for call in self._waiting if call.samples)
+        self._waiting = deque(entry for entry in self._waiting if entry[1].wait is not None)
+        self._again = deque(call for call in self._again if call.samples[0].wait is not None)
 
     def seconds_left(self) -> float:
-        """Return the seconds until the first deadline of a call, or until a call that is held back is sent."""
-        now, left_s = self._clock.now(), math.inf
+        """Return the seconds until the first deadline of a call, or until what is held back is sent."""
+        left_s = math.inf
         if self._running:
-            left_s = max(0.0, next(iter(self._running.values())).since + self._timeout_s - now)
-        if self._waiting and len(self._running) < self._max_calls:
+            left_s = max(0.0, next(iter(self._running.values())).since + self._timeout_s - self._clock.now())
+        if len(self._running) < self._max_calls:
             left_s = min(left_s, self._hold_s() or math.inf)
         return left_s
 
     def _hold_s(self) -> float:
-        """Return the seconds for which the first call that waits is still held back, to be joined by others."""
-        first, wait_s = self._waiting[0], self._batch.max_wait_s
-        if not wait_s or not self._joins or first.again or first.alone:
+        """Return the seconds for which what waits is still held back, to be joined by others."""
+        if not (self._waiting and self._joins and len(self._waiting) < self._batch.max_size):
             return 0.0
-        if sum(len(call.samples) for call in self._waiting) >= self._batch.max_size:
-            return 0.0
-        return max(0.0, first.queued_at + wait_s - self._clock.now())
+        return max(0.0, self._waiting[0][0] + self._batch.max_wait_s - self._clock.now())
 
-    def _must_wait(self, hold: bool) -> bool:
-        """Whether the first call that waits may not start yet."""
-        if self._running and (self._waiting[0].alone or next(iter(self._running.values())).alone):
-            return True
-        return hold and self._hold_s() > 0
-
-    def _next_call(self) -> _Call:
-        """Take the first call that waits, joined by others up to the limit of a call. Unless the recipe prefers large
-        calls, those that wait are spread over all calls that the environment takes now: it may work through the samples
-        of one call in turn."""
-        size = self._batch.max_size
-        if not self._batch.max_wait_s:
-            size = min(size, math.ceil(len(self._waiting) / (self._max_calls - len(self._running))))
-        call, waiting = self._waiting.popleft(), self._waiting
-        if self._joins and not (call.alone or call.again):
-            while waiting and not (waiting[0].alone or waiting[0].again):
-                if len(call.samples) + len(waiting[0].samples) > size:
-                    break
-                call.samples += waiting.popleft().samples
-        return call
+    def _next_call(self, hold: bool) -> _Call | None:
+        """Take the next call of what waits; None if there is none yet. Unless the recipe prefers large calls, samples
+        are spread over all calls that the environment takes now: it may work through those of one call in turn."""
+        first = next(iter(self._running.values()), None)
+        if first is not None and (first.alone or (self._again and self._again[0].alone)):
+            return None
+        if self._again:
+            return self._again.popleft()
+        waiting = self._waiting
+        if not waiting or (hold and self._hold_s() > 0):
+            return None
+        size = min(len(waiting), self._batch.max_size)
+        if not self._joins:
+            size = sum(1 for _ in takewhile(lambda entry: entry[1].group is waiting[0][1].group, waiting))
+        elif not self._batch.max_wait_s:
+            size = min(size, math.ceil(len(waiting) / (self._max_calls - len(self._running))) or 1)
+        return _Call([waiting.popleft()[1] for _ in range(size)])
 
     def _start(self, call: _Call) -> None:
         turns: list[Any] = [sample.wait for sample in call.samples]
@@ -207,14 +201,6 @@ class EnvQueue:
         call.since = self._clock.now()
         answer = advance([turn.metadata for turn in turns], *(turn.trajectory.ref for turn in turns))
         self._running[answer] = call
-
-    def _take_late(self) -> None:
-        """Take the calls whose deadline is over."""
-        while self._running:
-            answer, call = next(iter(self._running.items()))
-            if self._clock.now() < call.since + self._timeout_s:
-                return
-            self._take(answer, call)
 
     def _take(self, answer: Future, call: _Call) -> None:
         self._hooks.on_span(self._worker.name, "reward", call.since, self._clock.now())
@@ -229,7 +215,7 @@ class EnvQueue:
             self._record_exception(call, error)
         else:
             del self._running[answer]
-            self._failures = 0
+            self._retries.reset()
             self._record(call, outcomes)
 
     def _record(self, call: _Call, outcomes: Sequence[Outcome]) -> None:
@@ -243,7 +229,7 @@ class EnvQueue:
     def _record_exception(self, call: _Call, error: WorkerFailed) -> None:
         """Give the sample on which an environment raised no reward. Ask again about each sample of several."""
         if len(call.samples) > 1:
-            self._ask_again([call], again=True)
+            self._ask_again([call])
             return
         reason = f"the environment raised {error.cause}"
         if reason not in self._exceptions:
@@ -256,9 +242,8 @@ class EnvQueue:
 
         If the call was about one sample and ran alone, that sample has no reward. All others are asked about again, one
         by one."""
-        self._failures += 1
-        if not isinstance(self._worker, EnvironmentWorker) or self._failures > _MAX_FAILURES:
-            raise error
+        self._retries.failed(error)
+        assert isinstance(self._worker, EnvironmentWorker)
         calls, culprit = list(self._running.values()), self._running[answer]
         self._running = OrderedDict()
         is_known = len(calls) == 1 and len(culprit.samples) == 1
@@ -269,10 +254,10 @@ class EnvQueue:
         if is_known:
             self._record(culprit, [Outcome(None, None, reason, self._timeout_s)])
 
-    def _ask_again(self, calls: Sequence[_Call], **how: bool) -> None:
+    def _ask_again(self, calls: Sequence[_Call], *, alone: bool = False) -> None:
         """Ask about each sample of these calls before all others, in a call of its own."""
-        calls = [_Call([s], call.queued_at, **how) for call in calls for s in call.samples if s.wait is not None]
-        self._waiting.extendleft(reversed(calls))
+        calls = [_Call([sample], alone) for call in calls for sample in call.samples if sample.wait is not None]
+        self._again.extendleft(reversed(calls))
 
 
 class _LocalEnvironment:

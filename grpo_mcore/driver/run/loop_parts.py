@@ -75,9 +75,8 @@ def open_parts(run: Run, stop: StopRequest, compare: Compare | None, follow: Fol
         refit_engines, policy, engines, config, record.restarted, sampled=sampled_parity(config, cluster.clock)
     )
     hooks = RolloutHooks(
-        restore_engines=partial(refit, lost_only=True), on_restart=record.restarted, watch=stop.check,
-        on_span=report.spans.span,
-    )  # fmt: skip
+        restore_engines=partial(refit, lost_only=True), on_restart=record.restarted, on_span=report.spans.span
+    )
     rollouts: Rollouts | RecordedRollouts
     if follow is None:
         rollouts = make_rollouts(run, record, replace(hooks, phase=clock.phase))

@@ -62,14 +62,14 @@ class FakeEngine:
     keep: Callable[[Trajectory], Any] = lambda trajectory: trajectory  # puts it into a store if the cluster does not
     calls: list[tuple[list[GenerationRequest], Sampling]] = field(default_factory=list)
     running: bool = False
-    unwanted: set[str] = field(default_factory=set)
     finished: list[Trajectory] = field(default_factory=list)  # not handed over yet
     open: str = ""  # name of the stream under way
     lock: threading.Lock = field(default_factory=threading.Lock)  # `join` may run beside the stream
 
     def give_up(self, uids: Sequence[str]) -> None:
-        """Abort these prompts in the call under way."""
-        self.unwanted |= set(uids) if self.running else set()
+        """Abort what these prompts have in the call under way."""
+        with self.lock:
+            self.finished = [trajectory for trajectory in self.finished if trajectory.uid not in uids]
 
     def generate_refs(self, requests: list[GenerationRequest], sampling: Sampling, name: str) -> Iterator[list[Parcel]]:
         assert not self.running, "one call at a time"
@@ -77,8 +77,7 @@ class FakeEngine:
             self.running, self.open, self.finished = True, name, []
             self._add(requests, sampling)
         while (trajectory := self._next_finished()) is not None:
-            if trajectory.uid not in self.unwanted:
-                yield [Parcel(TrajectoryRef.of(trajectory, None), self.keep(trajectory))]
+            yield [Parcel(TrajectoryRef.of(trajectory, None), self.keep(trajectory))]
 
     def _next_finished(self) -> Trajectory | None:
         """Return a sample; without one, end the call, so that no request joins it any more."""
@@ -86,7 +85,6 @@ class FakeEngine:
             if self.finished:
                 return self.finished.pop()
             self.running = False
-            self.unwanted.clear()
             return None
 
     def join(self, name: str, requests: list[GenerationRequest], sampling: Sampling) -> bool:

@@ -77,5 +77,5 @@ def test_next_turns_go_before_first_ones() -> None:
     samples = [OpenSample(OpenGroup(prompt(n), 1, SAMPLING, Rules(TurnLimits(2, 99), 5), 1), 0) for n in range(4)]
     samples[2].wait = replace(samples[2].wait, continues="its turns")
     queues.add(samples)
-    waiting = [queues._queued[0, 1, SAMPLING] for _ in samples]
+    waiting = [queues._queued[0] for _ in samples]
     assert [heapq.heappop(entries)[1].group.uid for entries in waiting] == ["p2", "p0", "p1", "p3"]
