@@ -113,14 +113,14 @@ def main() -> None:
             return cluster.spawn("environment", Environment, cpus=0.1, concurrency=CALLED)
 
         environment = EnvironmentWorker(cluster, start, calls=CALLED, timeout_s=600.0)
-        environment.ready().result()
-        call_all(cluster, [environment] * 64, Environment.nothing)()
+        environment.worker.ready().result()
+        call_all(cluster, [environment.worker] * 64, Environment.nothing)()
 
         def us_a_call_of_a_round(calls: int) -> float:
             rounds = -(-CALLS_A_PASS // calls)
             began = time.process_time()
             for _ in range(rounds):
-                call_all(cluster, [environment] * calls, Environment.nothing)()
+                call_all(cluster, [environment.worker] * calls, Environment.nothing)()
             return (time.process_time() - began) / calls / rounds * 1e6
 
         costs = least(us_a_call_of_a_round, options.rounds)

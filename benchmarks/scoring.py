@@ -82,14 +82,14 @@ def scored(cluster: RayCluster, url: str, samples: int, keys: dict[str, Any]) ->
         timeout_s=600.0,
         batch=BatchLimits(size),
     )
-    worker.ready().result()
+    worker.worker.ready().result()
     scores: dict[str, list[Score]] = {}
 
     def resume(sample: OpenSample, outcome: Score) -> None:
         sample.drop()
         scores.setdefault(sample.group.uid, []).append(outcome)
 
-    queue = EnvQueue(worker, cluster, resume)
+    queue = EnvQueue(worker, resume)
     turn = Turn("assistant", torch.arange(3), torch.zeros(3), loss_mask=True, text="7")
     refs: dict[str, list[TrajectoryRef]] = {}
     turns: list[OpenSample] = []

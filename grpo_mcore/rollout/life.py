@@ -17,9 +17,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from types import MappingProxyType
 from typing import Any
 
 from grpo_mcore.rollout.datum import DatumSpec
@@ -32,11 +31,6 @@ from grpo_mcore.rollout.trajectory import (
     TrajectoryRef,
     Turn,
     sample_seed,
-)
-
-_SAID_NOTHING = (
-    "after turn {} the environment neither ended the conversation nor said anything; return terminated, or an "
-    "observation with its content"
 )
 
 
@@ -100,7 +94,9 @@ def life_of(group: OpenGroup, index: int) -> Life:
         no_turn_left = trajectory.truncated or trajectory.turns >= limits.max_turns
         over = outcome.terminated or outcome.reward is None or no_turn_left
         if not over and outcome.observation is None:
-            outcome, over = replace(outcome, reward=None, reason=_SAID_NOTHING.format(trajectory.turns)), True
+            silence = f"after turn {trajectory.turns} the environment neither ended the conversation nor said anything"
+            reason = f"{silence}; return terminated, or an observation with its content"
+            outcome, over = replace(outcome, reward=None, reason=reason), True
         score = _with_turn(score, outcome)
         if over:
             return trajectory, score  # done, or failed
@@ -149,42 +145,41 @@ def _with_turn(before: Score | None, outcome: Outcome) -> Score:
     )  # fmt: skip
 
 
+@dataclass(eq=False)
 class OpenGroup:
     """State that the samples of a prompt share while they live. It does not refer to them, so that none of them is
-    part of a cycle. `has_agents`: agents of the environment take all turns; otherwise `engine` generates them.
-    `unfinished`: samples that are neither finished nor dropped. `num_ended`: samples whose last turn is generated.
-    `images`: references to the files of the prompt's images in the object store, by digest."""
+    part of a cycle. `images`: references to the files of the prompt's images in the object store, by digest.
+    `has_agents`: agents of the environment take all turns; otherwise `engine` generates them. `unfinished`: samples
+    that are neither finished nor dropped."""
 
-    def __init__(
-        self,
-        prompt: DatumSpec,
-        step: int,
-        sampling: Sampling,
-        rules: Rules,
-        size: int,
-        images: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
-        self.images = dict(images)
-        self.uid, self.prompt, self.step, self.sampling, self.rules = prompt["uid"], prompt, step, sampling, rules
-        self.size = self.unfinished = size
-        self.has_agents, self.engine, self.num_ended = False, 0, 0
+    prompt: DatumSpec
+    step: int
+    sampling: Sampling
+    rules: Rules
+    size: int
+    images: dict[str, Any] = field(default_factory=dict)
+    has_agents: bool = False
+    engine: int = 0
+
+    def __post_init__(self) -> None:
+        self.uid, self.unfinished, prompt = self.prompt["uid"], self.size, self.prompt
         self.turns = tuple(
             Turn(message["role"], message["token_ids"], text=message["content"], images=message.get("images", ()))
             for message in prompt["message_log"]
         )
-        self.load = size * (prompt["length"] + sampling.max_new_tokens)  # at most so many tokens in their first turns
+        self.load = self.size * (
+            prompt["length"] + self.sampling.max_new_tokens
+        )  # at most so many tokens in their first turns
 
 
 class OpenSample:
     """A sample under way: the same object in every queue. `wait`: what it waits for; None once it is finished or
-    dropped, so that no result reaches it any more. `ended`: its last turn is generated. `result`: the finished sample,
-    its score, and when it was over."""
+    dropped, so that no result reaches it any more. `result`: the finished sample, its score, and when it was over."""
 
-    __slots__ = ("ended", "group", "index", "key", "life", "result", "wait")
+    __slots__ = ("group", "index", "key", "life", "result", "wait")
 
     def __init__(self, group: OpenGroup, index: int) -> None:
         self.group, self.index, self.key = group, index, (group.uid, index)
-        self.ended = False
         self.result: tuple[TrajectoryRef, Score, float] | None = None
         self.begin()
 

@@ -92,10 +92,10 @@ def workers(cluster: RayCluster) -> Iterator[list[Worker]]:
 
 
 @pytest.fixture(scope="module")
-def game(cluster: RayCluster) -> Iterator[Worker]:
-    worker = cluster.spawn("game", Game, cpus=0.1)
-    yield worker
-    cluster.stop([worker])
+def game(cluster: RayCluster) -> Iterator[EnvironmentWorker]:
+    environment = EnvironmentWorker(cluster, lambda: cluster.spawn("game", Game, cpus=0.1), calls=8, timeout_s=60.0)
+    yield environment
+    cluster.stop([environment.worker])
 
 
 @pytest.fixture
@@ -103,12 +103,12 @@ def engines(cluster: RayCluster, workers: list[Worker]) -> EngineGroup:
     return EngineGroup(cluster, list(map(EngineSlot, workers)), sleeps=False)
 
 
-def test_turns_over_ray(cluster: RayCluster, engines: EngineGroup, game: Worker) -> None:
-    def rollouts(environment: Any) -> Rollouts:
+def test_turns_over_ray(cluster: RayCluster, engines: EngineGroup, game: EnvironmentWorker) -> None:
+    def rollouts(environment: EnvironmentWorker) -> Rollouts:
         limits = TurnLimits(4, 100_000)
         return Rollouts(engines, {"game": environment}, CharacterTokenizer(), limits, seed=1)
 
-    for environment in (game, as_workers({"game": Game()}, cluster)["game"]):  # a worker; our own
+    for environment in (game, as_workers({"game": Game()}, cluster)["game"]):  # a worker's; our own
         play = rollouts(environment)
         play.dispatch([prompt(number) for number in range(5)], Sampling(20_000), generations=3, step=1)
         groups = [play.next_group() for _ in range(5)]
@@ -145,7 +145,7 @@ def test_a_finished_step_is_gone_at_once(cluster: RayCluster, engines: EngineGro
                 play.next_group()
 
     try:
-        pair.ready().result()
+        pair.worker.ready().result()
         step(1)
         gc.collect()
         gc.disable()
@@ -157,7 +157,7 @@ def test_a_finished_step_is_gone_at_once(cluster: RayCluster, engines: EngineGro
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
-        pair.stop()
+        cluster.stop([pair.worker])
     assert not kept
 
 
@@ -166,7 +166,7 @@ def test_an_environment_that_dies_or_hangs_costs_its_own_sample(cluster: RayClus
         return cluster.spawn("judge", Game, cpus=0.1)
 
     judge = EnvironmentWorker(cluster, start, calls=2, timeout_s=5.0)
-    judge.ready().result()  # its start is no part of the first call
+    judge.worker.ready().result()  # its start is no part of the first call
     play = Rollouts(engines, {"game": judge}, CharacterTokenizer(), TurnLimits(1, 100_000), seed=1)
     for numbers, generations in (([0, 1, FATAL, 3], 3), ([HANGING], 1), ([5], 3)):
         play.dispatch([prompt(number) for number in numbers], Sampling(8), generations=generations, step=1)
@@ -179,7 +179,7 @@ def test_an_environment_that_dies_or_hangs_costs_its_own_sample(cluster: RayClus
                 reason = "the environment died" if number == FATAL else "no score within 5 s"
                 assert scores[index].reason.startswith(reason)
     assert not play.generating
-    judge.stop()
+    cluster.stop([judge.worker])
 
 
 def test_a_gym_plays_over_ray_and_survives_the_death_of_its_worker(
@@ -221,11 +221,11 @@ def test_a_gym_plays_over_ray_and_survives_the_death_of_its_worker(
     finally:
         gym.close()
         endpoint.close()
-    env.stop()
+    cluster.stop([env.worker])
 
 
 def test_the_drivers_memory_does_not_grow_with_the_length_of_samples(
-    engines: EngineGroup, workers: list[Worker], game: Worker
+    engines: EngineGroup, workers: list[Worker], game: EnvironmentWorker
 ) -> None:
     """Run 20 steps of 16 samples, then 20 with samples 16 times longer, which have 63 MB in total."""
     rank = remote_call(workers[1], Engine.receive)

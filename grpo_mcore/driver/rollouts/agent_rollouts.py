@@ -46,7 +46,7 @@ class AgentRollouts:
 
     def __init__(
         self,
-        worker: EnvironmentWorker,
+        environment: EnvironmentWorker,
         engines: GenerationInterface,
         resume: Callable[[OpenSample, tuple[TrajectoryRef, Score]], None],
         on_outcome: Callable[[AgentOutcome], None] | None = None,
@@ -55,10 +55,10 @@ class AgentRollouts:
         environment is asked to send the agents' results with it. Raises ValueError without an endpoint."""
         if engines.endpoint is None:
             raise ValueError(
-                f"{worker.name} runs agents, which ask the engines through the policy's endpoint: set "
+                f"{environment.worker.name} runs agents, which ask the engines through the policy's endpoint: set "
                 "policy.generation.vllm_cfg.expose_http_server"
             )
-        self._worker, self._endpoint, self._engines = worker, engines.endpoint, engines
+        self._environment, self._endpoint, self._engines = environment, engines.endpoint, engines
         self._resume, self._on_outcome = resume, on_outcome
         self._waiting: dict[Sampling, list[OpenSample]] = {}
         self._running: dict[Stream, dict[tuple[str, int], OpenSample]] = {}  # samples still to come, by uid and index
@@ -77,8 +77,9 @@ class AgentRollouts:
 
     def send(self, *, hold: bool = True) -> None:
         for sampling, samples in self._waiting.items():
-            purpose = f"{len(samples)} samples of the agents of {self._worker.name}"
-            run = remote_stream(self._worker, AgentWorker.run_agents, timeout_s=self._worker.timeout_s, purpose=purpose)
+            worker, timeout_s = self._environment.worker, self._environment.timeout_s
+            purpose = f"{len(samples)} samples of the agents of {worker.name}"
+            run = remote_stream(worker, AgentWorker.run_agents, timeout_s=timeout_s, purpose=purpose)
             requests: list[Any] = [sample.wait for sample in samples]
             stream = run(requests, sampling, self._endpoint.address, self._on_outcome is not None)
             self._running[stream] = {sample.key: sample for sample in samples}
@@ -100,12 +101,12 @@ class AgentRollouts:
             return False
         try:
             if (item := next(ready, None)) is None:
-                raise WorkerFailed(self._worker.name, ready.purpose, f"it ended without {len(expected)} samples")
+                raise WorkerFailed(ready.whom, ready.purpose, f"it ended without {len(expected)} samples")
         except (WorkerFailed, DeadlineExceeded) as error:
             self._retries.failed(error)
             unfinished = [sample for expected in self._running.values() for sample in expected.values()]
             self._running.clear()
-            self._worker.restart()
+            self._environment.restart()
             self.add([sample for sample in unfinished if sample.wait is not None])
             self.send()
             return True

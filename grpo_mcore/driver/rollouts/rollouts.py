@@ -15,7 +15,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from grpo_mcore.cluster import Cluster, DeadlineExceeded, Future, Stream, Worker
+from grpo_mcore.cluster import Cluster, DeadlineExceeded, Future, Stream
 from grpo_mcore.data import DatumSpec, TurnTemplate
 from grpo_mcore.driver.engines.retries import Retries
 from grpo_mcore.driver.interfaces import GenerationInterface
@@ -25,7 +25,7 @@ from grpo_mcore.driver.rollouts.hooks import NO_HOOKS, RolloutHooks
 from grpo_mcore.driver.rollouts.scoring import EnvironmentWorker, EnvQueue
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.images import take_images
-from grpo_mcore.rollout.life import OpenGroup, OpenSample, Rules, ScoreTurn, TurnLimits
+from grpo_mcore.rollout.life import OpenGroup, OpenSample, Rules, ScoreTurn, TurnLimits, Wait
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Score, TrajectoryRef, Turn
 
 
@@ -84,7 +84,7 @@ class Rollouts:
     def __init__(
         self,
         engines: GenerationInterface,
-        environments: Mapping[str, Worker],
+        environments: Mapping[str, EnvironmentWorker],
         tokenizer: Any,
         limits: TurnLimits,
         *,
@@ -94,7 +94,7 @@ class Rollouts:
         max_running: int | None = None,
         hooks: RolloutHooks = NO_HOOKS,
     ) -> None:
-        """`environments`: workers by task name. `retries`: limit for calls that fail while their engine is alive.
+        """`environments`: by task name. `retries`: limit for calls that fail while their engine is alive.
         `enough_samples`: a group is complete with this many samples and its other samples are aborted; None: with all
         of them. If turns are taken together, only for samples of one turn. `max_running`: samples that an engine
         generates at a time, unless turns are taken together; None: all of them.
@@ -110,17 +110,17 @@ class Rollouts:
         self._engine_queues = EngineQueues(
             engines, retries or Retries(0, 0.0), hooks, self._resume, together=limits.together, max_running=max_running
         )
-        by_worker = {id(worker): self._queue_of(worker) for worker in environments.values()}
-        self._queue_of_task = {task: by_worker[id(worker)] for task, worker in environments.items()}
-        self._agents = [queue for queue in by_worker.values() if isinstance(queue, AgentRollouts)]
-        self._queues = (*by_worker.values(), self._engine_queues)
+        queue_of = {environment: self._queue_of(environment) for environment in dict.fromkeys(environments.values())}
+        self._queue_of_task = {task: queue_of[environment] for task, environment in environments.items()}
+        self._agents = [queue for queue in queue_of.values() if isinstance(queue, AgentRollouts)]
+        self._queues = (*queue_of.values(), self._engine_queues)
         self._open: dict[str, list[OpenSample]] = {}  # the samples of groups under way, by uid
         self._finished: deque[Group] = deque()
 
-    def _queue_of(self, worker: Worker) -> EnvQueue | AgentRollouts:
-        if isinstance(worker, EnvironmentWorker) and worker.runs_agents:
-            return AgentRollouts(worker, self.engines, self._resume, self._hooks.on_outcome)
-        return EnvQueue(worker, self.cluster, self._resume, self._hooks, joins=not self.limits.together)
+    def _queue_of(self, environment: EnvironmentWorker) -> EnvQueue | AgentRollouts:
+        if environment.runs_agents:
+            return AgentRollouts(environment, self.engines, self._resume, self._hooks.on_outcome)
+        return EnvQueue(environment, self._resume, self._hooks, joins=not self.limits.together)
 
     def dispatch(self, prompts: Sequence[DatumSpec], sampling: Sampling, *, generations: int, step: int) -> None:
         """Send `generations` requests for each prompt to the engines. Does not wait for samples."""
@@ -144,9 +144,8 @@ class Rollouts:
         files = prompt.get("images", {})
         images = {digest: self.cluster.store.put(file) for digest, file in files.items()}
         kept = cast(DatumSpec, {key: value for key, value in prompt.items() if key != "images"})
-        group = OpenGroup(kept if images else prompt, step, sampling, self._rules, generations, images)
-        group.has_agents = self._queue_of_task[prompt["task_name"]] in self._agents
-        return group
+        has_agents = self._queue_of_task[prompt["task_name"]] in self._agents
+        return OpenGroup(kept if images else prompt, step, sampling, self._rules, generations, images, has_agents)
 
     def _as_turn(self, content: Any, role: str, stop_token: int | None) -> tuple[Turn, dict[str, Any]]:
         """Return an environment's message as a turn, with references to its images by digest."""
@@ -167,7 +166,7 @@ class Rollouts:
             return
         ready: Sequence[OpenSample] = (sample,)
         if isinstance(wait, ScoreTurn):
-            if wait.is_last:
+            if _is_last(wait):
                 self._record_last_turn(sample, wait.trajectory)
             ready = ready if barrier is None else barrier.to_score(sample)
         self._queue_of_task[sample.group.prompt["task_name"]].add(ready)
@@ -182,11 +181,11 @@ class Rollouts:
             self._let_wait(sample)
 
     def _finish(self, sample: OpenSample, trajectory: TrajectoryRef, score: Score) -> None:
-        group, sample.wait = sample.group, None
+        group, waited, sample.wait = sample.group, sample.wait, None
         sample.result = trajectory, score, self.cluster.clock.now()
         if group.has_agents:
             self._hooks.on_sample()
-        elif not sample.ended:
+        elif not _is_last(waited):
             self._record_last_turn(sample, trajectory)
         group.unfinished -= 1
         if not group.unfinished:
@@ -195,14 +194,14 @@ class Rollouts:
 
     def _record_last_turn(self, sample: OpenSample, trajectory: TrajectoryRef) -> None:
         """Record that a sample's last turn is generated. If its group has enough samples now, drop the others."""
-        group, sample.ended = sample.group, True
-        group.num_ended += 1
+        group = sample.group
         self._hooks.on_sample()
         self._engine_queues.remember_length(trajectory)
-        if group.num_ended == self._enough_samples and group.num_ended < group.size:
-            others = [other for other in self._open[group.uid] if not other.ended]
-            group.unfinished -= len(others)
-            self._drop(others, close=False)
+        if self._enough_samples is not None:
+            others = [other for other in self._open[group.uid] if other.wait is not None and not _is_last(other.wait)]
+            if others and group.size - len(others) == self._enough_samples:
+                group.unfinished -= len(others)
+                self._drop(others, close=False)
 
     def _close(self, uid: str) -> list[OpenSample]:
         samples = self._open.pop(uid, [])
@@ -301,3 +300,8 @@ class Rollouts:
             self._engine_queues.add(self._barrier.next_turns(samples[0].group for samples in self._open.values()))
         for queue in reversed(self._queues):  # the engines before the environments: they have more to do
             queue.send(hold=hold)
+
+
+def _is_last(wait: Wait | None) -> bool:
+    """Whether a sample that waits for this has no more turns to generate."""
+    return isinstance(wait, ScoreTurn) and wait.is_last

@@ -8,6 +8,7 @@ schedule tolerates few prompts without any reward.
 
 import logging
 import math
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -19,7 +20,6 @@ from grpo_mcore.cluster import (
     DeadlineExceeded,
     Future,
     ObjectStore,
-    Place,
     Stream,
     Worker,
     WorkerDied,
@@ -51,8 +51,8 @@ class BatchLimits:
 
 @dataclass(eq=False)
 class EnvironmentWorker:
-    """An environment in a worker that can be restarted. `start`: spawns the worker. `calls`: how many calls it takes at
-    a time; `timeout_s`: deadline of each. `runs_agents`: it generates whole samples itself, through the policy's
+    """An environment in a `worker` that can be restarted. `start`: spawns it. `calls`: how many calls it takes at a
+    time; `timeout_s`: deadline of each. `runs_agents`: it generates whole samples itself, through the policy's
     endpoint. `batch`: limits of a call."""
 
     cluster: Cluster
@@ -64,33 +64,13 @@ class EnvironmentWorker:
     batch: BatchLimits = BatchLimits()
 
     def __post_init__(self) -> None:
-        self._worker = self.start()
-        self.name = self._worker.name
-
-    @property
-    def spawn_seconds(self) -> float:
-        return self._worker.spawn_seconds
-
-    def ready(self) -> Future:
-        return self._worker.ready()
-
-    def place(self) -> Place:
-        return self._worker.place()
-
-    def call(self, method: str, *args: Any, timeout_s: float | None = None, purpose: str | None = None) -> Future:
-        return self._worker.call(method, *args, timeout_s=timeout_s, purpose=purpose)
-
-    def stream(self, method: str, *args: Any, timeout_s: float | None = None, purpose: str | None = None) -> Stream:
-        return self._worker.stream(method, *args, timeout_s=timeout_s, purpose=purpose)
+        self.worker = self.start()
 
     def restart(self) -> None:
         """End it, whatever it is doing, and wait for its successor."""
-        self.stop()
-        self._worker = self.start()
-        self._worker.ready().result()
-
-    def stop(self) -> None:
-        self.cluster.stop([self._worker])
+        self.cluster.stop([self.worker])
+        self.worker = self.start()
+        self.worker.ready().result()
 
 
 @dataclass(eq=False, slots=True)
@@ -110,13 +90,11 @@ class _Call:
 
 
 class EnvQueue:
-    """The queue of one environment, see `rollouts.py`: turns that wait for their scores, and the calls under way. An
-    EnvironmentWorker is restarted when it hangs or dies; another worker cannot be, and the error is raised."""
+    """The queue of one environment, see `rollouts.py`: turns that wait for their scores, and the calls under way."""
 
     def __init__(
         self,
-        worker: Worker,
-        cluster: Cluster,
+        environment: EnvironmentWorker,
         resume: Callable[[OpenSample, Outcome], None],
         hooks: RolloutHooks = NO_HOOKS,
         *,
@@ -124,11 +102,10 @@ class EnvQueue:
     ) -> None:
         """`resume`: gets each sample whose turn is scored. `joins`: a call holds what waits, up to the limit of a call;
         otherwise the samples of one group, all of them."""
-        self._worker, self._clock, self._resume, self._hooks, self._joins = worker, cluster.clock, resume, hooks, joins
-        self._max_calls, self._timeout_s, self._batch = math.inf, cluster.call_timeout_s, BatchLimits()
-        if isinstance(worker, EnvironmentWorker):
-            self._max_calls, self._timeout_s, self._batch = worker.calls, worker.timeout_s, worker.batch
-        self._retries = Retries(_MAX_FAILURES if isinstance(worker, EnvironmentWorker) else 0, 0.0)
+        self._environment, self._clock = environment, environment.cluster.clock
+        self._resume, self._hooks, self._joins = resume, hooks, joins
+        self._max_calls, self._timeout_s, self._batch = environment.calls, environment.timeout_s, environment.batch
+        self._retries = Retries(_MAX_FAILURES, 0.0)
         self._waiting: deque[tuple[float, OpenSample]] = deque()  # with the times since when
         self._again: deque[_Call] = deque()  # about one sample each, whose call has failed: before all others
         self._running: OrderedDict[Any, _Call] = OrderedDict()  # by future, first deadline first
@@ -190,20 +167,23 @@ class EnvQueue:
         if not self._joins:
             size = sum(1 for _ in takewhile(lambda entry: entry[1].group is waiting[0][1].group, waiting))
         elif not self._batch.max_wait_s:
-            size = min(size, math.ceil(len(waiting) / (self._max_calls - len(self._running))) or 1)
+            size = min(size, math.ceil(len(waiting) / (self._max_calls - len(self._running))))
         return _Call([waiting.popleft()[1] for _ in range(size)])
 
     def _start(self, call: _Call) -> None:
         turns: list[Any] = [sample.wait for sample in call.samples]
         advance = remote_call(
-            self._worker, EnvironmentInterface.advance, timeout_s=self._timeout_s, purpose=f"the score of {call.label}"
+            self._environment.worker,
+            EnvironmentInterface.advance,
+            timeout_s=self._timeout_s,
+            purpose=f"the score of {call.label}",
         )
         call.since = self._clock.now()
         answer = advance([turn.metadata for turn in turns], *(turn.trajectory.ref for turn in turns))
         self._running[answer] = call
 
     def _take(self, answer: Future, call: _Call) -> None:
-        self._hooks.on_span(self._worker.name, "reward", call.since, self._clock.now())
+        self._hooks.on_span(self._environment.worker.name, "reward", call.since, self._clock.now())
         try:
             outcomes = answer.result()
         except WorkerDied as error:
@@ -234,7 +214,7 @@ class EnvQueue:
         reason = f"the environment raised {error.cause}"
         if reason not in self._exceptions:
             self._exceptions.add(reason)
-            logger.warning("%s: no reward for a sample of %s: %s", self._worker.name, call.label, error)
+            logger.warning("%s: no reward for a sample of %s: %s", self._environment.worker.name, call.label, error)
         self._record(call, [Outcome(None, None, reason, 0.0)])
 
     def _recover(self, answer: Future, reason: str, error: Exception) -> None:
@@ -243,14 +223,13 @@ class EnvQueue:
         If the call was about one sample and ran alone, that sample has no reward. All others are asked about again, one
         by one."""
         self._retries.failed(error)
-        assert isinstance(self._worker, EnvironmentWorker)
         calls, culprit = list(self._running.values()), self._running[answer]
         self._running = OrderedDict()
         is_known = len(calls) == 1 and len(culprit.samples) == 1
         if not is_known:
             self._ask_again(calls, alone=True)
-        self._hooks.on_restart(self._worker.name, f"{culprit.label}: {reason}")
-        self._worker.restart()
+        self._hooks.on_restart(self._environment.worker.name, f"{culprit.label}: {reason}")
+        self._environment.restart()
         if is_known:
             self._record(culprit, [Outcome(None, None, reason, self._timeout_s)])
 
@@ -272,18 +251,21 @@ class _LocalEnvironment:
 
 def as_workers(
     environments: Mapping[str, Any], cluster: Cluster, platform: PlatformChoice = "auto"
-) -> dict[str, Worker]:
+) -> dict[str, EnvironmentWorker]:
     """Return a worker for each task. Environments that are objects of this process are wrapped, whatever the cluster,
     and those of `Environment.remote` are started on it, once. `platform`: cluster.platform of the recipe."""
     return {task: _as_worker(task, env, cluster, platform) for task, env in environments.items()}
 
 
-def _as_worker(task: str, env: Any, cluster: Cluster, platform: PlatformChoice) -> Worker:
+def _as_worker(task: str, env: Any, cluster: Cluster, platform: PlatformChoice) -> EnvironmentWorker:
     if isinstance(env, RemoteEnvironment):
         if id(cluster) not in env.workers:
             env.workers[id(cluster)] = _start_remote(f"environment-{task}", env, cluster, platform)
         return env.workers[id(cluster)]
-    return env if hasattr(env, "call") else LocalWorker(task, _LocalEnvironment(env, cluster.store))
+    if isinstance(env, EnvironmentWorker):
+        return env
+    local = LocalWorker(task, _LocalEnvironment(env, cluster.store))
+    return EnvironmentWorker(cluster, lambda: local, calls=sys.maxsize, timeout_s=cluster.call_timeout_s)
 
 
 def _start_remote(name: str, env: RemoteEnvironment, cluster: Cluster, platform: PlatformChoice) -> EnvironmentWorker:

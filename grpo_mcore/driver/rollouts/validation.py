@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from grpo_mcore.cluster import Worker
 from grpo_mcore.data import DataError, DatumSpec
 from grpo_mcore.driver.engines.sampling_config import sampling_of, turn_limits
 from grpo_mcore.driver.interfaces import GenerationInterface
 from grpo_mcore.driver.rollouts.rollouts import RolloutHooks, Rollouts
+from grpo_mcore.driver.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.objective import pass_at_k, pass_numbers
 from grpo_mcore.observe import ShownSample
 from grpo_mcore.recipe import GRPOConfig, MasterConfig, Problem, RecipeError
@@ -41,7 +41,7 @@ class GroupSource(Protocol):
 def run_validation(
     engines: GenerationInterface,
     dataloader: Any,
-    environments: Mapping[str, Worker],
+    environments: Mapping[str, EnvironmentWorker],
     config: MasterConfig,
     *,
     tokenizer: Any,

@@ -346,7 +346,7 @@ def start_run(prepared: Prepared, cluster: Cluster, log: Logger) -> Run:
         watch_machines(config, cluster, log)
     if generates:
         engines.endpoint = open_endpoint(config, engines, Path(log.log_dir))
-        workers = {worker.name: worker for worker in environments.values()}  # tasks may share one
+        workers = {env.worker.name: env.worker for env in environments.values()}  # tasks may share one
         wait_until_ready(config, cluster, list(workers.values()), "start of the environments")
     return Run(
         policy=policy,
@@ -405,7 +405,7 @@ def open_sampler(prepared: Prepared, log_dir: Path, env_names: Mapping[str, str 
         environments = start_environments(config, cluster, env_names, prepared.tokenizer)
         engines = start_engines(config, cluster, prepared.model, None)
         with closing(engines):
-            workers = {worker.name: worker for worker in environments.values()}
+            workers = {env.worker.name: env.worker for env in environments.values()}
             wait_until_ready(
                 config, cluster, [*engines.all_hosts(), *workers.values()], "start of engines and environments"
             )

@@ -193,7 +193,7 @@ def test_an_environment_started_by_remote() -> None:
             Turn("assistant", torch.tensor([3]), torch.tensor([-0.1]), True, "abc"),
         )
         sample = Trajectory("length:0", 0, turns, ((0, 0, 3),), "stop", False)
-        (outcome,) = worker.call("advance", [{}], sample).result()
+        (outcome,) = worker.worker.call("advance", [{}], sample).result()
         assert outcome.reward == 6.0
 
 

@@ -56,6 +56,7 @@ class Stream:
 class Gym(EnvironmentWorker):
     def __init__(self) -> None:
         self.name, self.timeout_s, self.runs_agents, self.restarts = "gym", 9.0, True, 0
+        self.worker: Any = self
         self.streams: list[Stream] = []
         self.samples: list[TrajectoryRef] = []
 

@@ -304,7 +304,6 @@ class World(LocalCluster):
             group = samples[0].group
             load[group.engine] += group.load
             assert group.unfinished == sum(sample.wait is not None for sample in samples)
-            assert group.num_ended == sum(sample.ended for sample in samples)
         assert +queues._load == load
         assert queues._groups == {samples[0].group for samples in rollouts._open.values()}
         assert {join[0] for join in queues._joins.values()} <= set(queues._streams.values())

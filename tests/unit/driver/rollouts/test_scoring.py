@@ -69,11 +69,11 @@ class World:
         self.stopped: list[FakeWorker] = []
         self.open: dict[OpenSample, None] = {}  # samples without a score
         self.scored: dict[str, list[tuple[int, Outcome]]] = {}  # (index, outcome), by uid
-        self.queue_of(EnvironmentWorker(self, lambda: FakeWorker(self), calls=calls, timeout_s=TIMEOUT_S))  # type: ignore[arg-type]
+        self.make_queue(calls, BatchLimits(), joins=False)
 
-    def queue_of(self, worker: Any, *, joins: bool = False) -> EnvQueue:
-        self.queue = EnvQueue(worker, self, self.resume, joins=joins)  # type: ignore[arg-type]
-        return self.queue
+    def make_queue(self, calls: int, batch: BatchLimits, *, joins: bool = True) -> None:
+        environment = EnvironmentWorker(self, lambda: FakeWorker(self), calls=calls, timeout_s=TIMEOUT_S, batch=batch)  # type: ignore[arg-type, return-value]
+        self.queue = EnvQueue(environment, self.resume, joins=joins)
 
     def resume(self, sample: OpenSample, outcome: Outcome) -> None:
         del self.open[sample]
@@ -172,19 +172,9 @@ class TestFaults:
             world.score(*[[fault]] * 30)
         assert len(world.stopped) == 20
 
-    def test_errors_of_a_worker_that_cannot_be_restarted_are_raised(
-        self, world: World, fault: str, reason: str
-    ) -> None:
-        world.queue_of(FakeWorker(world))
-        with pytest.raises(DeadlineExceeded if fault == "hangs" else WorkerDied):
-            world.score(["1"], [fault])
 
-
-@pytest.mark.parametrize("plain", [True, False])
-def test_an_exception_costs_only_the_sample_on_which_it_is_raised(world: World, plain: bool) -> None:
-    """The environment is not restarted, and may be one that cannot be."""
-    if plain:
-        world.queue_of(FakeWorker(world))
+def test_an_exception_costs_only_the_sample_on_which_it_is_raised(world: World) -> None:
+    """The environment is not restarted."""
     scored = world.score(["1", "2"], ["3", "raises", "4"], ["raises"], ["raises"] * 30, ["5"])
     assert rewards(scored) == [[1, 2], [3, None, 4], [None], [None] * 30, [5]]
     reasons = {outcome.reason for group in scored.values() for outcome in group if outcome.reward is None}
@@ -202,14 +192,7 @@ def test_each_exception_is_logged_once(world: World, caplog: pytest.LogCaptureFi
 
 def one_by_one(world: World, samples: Sequence[str], batch: BatchLimits, calls: int = 1) -> dict[str, list[Outcome]]:
     """Score samples that each come by themselves, in an environment that may get several in a call."""
-    worker = EnvironmentWorker(
-        world,  # type: ignore[arg-type]
-        lambda: FakeWorker(world),  # type: ignore[arg-type, return-value]
-        calls=calls,
-        timeout_s=TIMEOUT_S,
-        batch=batch,
-    )
-    world.queue_of(worker, joins=True)
+    world.make_queue(calls, batch)
     return world.score(*[[sample] for sample in samples])
 
 
@@ -242,14 +225,7 @@ def test_a_call_that_is_not_full_waits_for_more_samples(world: World) -> None:
 
 
 def test_what_waits_for_more_samples_is_sent_when_no_more_can_come(world: World) -> None:
-    worker = EnvironmentWorker(
-        world,  # type: ignore[arg-type]
-        lambda: FakeWorker(world),  # type: ignore[arg-type, return-value]
-        calls=4,
-        timeout_s=TIMEOUT_S,
-        batch=BatchLimits(max_wait_s=2.0),
-    )
-    world.queue_of(worker, joins=True)
+    world.make_queue(4, BatchLimits(max_wait_s=2.0))
     world.add("p0", ["1"])
     world.queue.send()
     assert world.queue.awaited() == [] and 0 < world.queue.seconds_left() <= 2.0

@@ -8,6 +8,7 @@ import pytest
 
 from grpo_mcore.cluster import LocalCluster
 from grpo_mcore.data import DataError
+from grpo_mcore.driver.rollouts.scoring import as_workers
 from grpo_mcore.driver.rollouts.validation import run_validation, stop_reason, validation_metrics
 from grpo_mcore.recipe import VALIDATION_METRICS, RecipeError
 from grpo_mcore.rollout.group import Group
@@ -71,9 +72,11 @@ def test_several_validation_sets_have_their_own_metrics() -> None:
 
 
 def test_no_prompt_at_all_is_an_error() -> None:
-    engines, tokenizer = SimpleNamespace(cluster=LocalCluster(), workers=[]), SimpleNamespace(eos_token_id=0)
+    cluster, tokenizer = LocalCluster(), SimpleNamespace(eos_token_id=0)
+    engines = SimpleNamespace(cluster=cluster, workers=[])
+    environment = as_workers({"math": object()}, cluster)["math"]
     with pytest.raises(DataError, match="no validation prompt: check data.validation, or set grpo.val_period to 0"):
-        run_validation(engines, [], {"math": None}, config(), tokenizer=tokenizer)  # type: ignore[arg-type]
+        run_validation(engines, [], {"math": environment}, config(), tokenizer=tokenizer)  # type: ignore[arg-type]
 
 
 # The end of a run.

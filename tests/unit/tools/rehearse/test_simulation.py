@@ -162,7 +162,7 @@ def a_failed_call_is_repeated_but_for_one_sample(plant: Plant) -> None:
 def samples_of_a_lost_environment_are_forgotten(plant: Plant) -> None:
     def forgetful(right: Any, self: EnvQueue, answer: Any, *others: Any) -> None:
         del self._running[answer]
-        self._worker.restart()
+        self._environment.restart()
 
     plant(EnvQueue, "_recover", forgetful)
 
