@@ -14,7 +14,7 @@ from grpo_mcore.driver.engines.engine_group import EngineWorker
 from grpo_mcore.observe import Audit, audit, read_ledger
 from grpo_mcore.observe.ledger.ledger_audit import valid_entries
 from grpo_mcore.rollout.trajectory import Trajectory
-from tests.functional.runs import Run, Task, assert_one_message, finished, grpo_recipe, run_here
+from tests.functional.runs import Run, Task, finished, grpo_recipe, run_here
 
 PROMPTS = 16
 CORRECTED = {"reference_policy_kl_penalty": 0.0, "use_importance_sampling_correction": True}
@@ -127,11 +127,6 @@ def test_age_0_is_the_synchronous_run(recipe: dict[str, Any], tmp_path: Path) ->
     assert zero.code == off.code == 0, zero.err + off.err
     assert zero.outcome() == off.outcome() and len(off.metrics()) == 2
     assert not audit(read_ledger(off.logs / "ledger.jsonl")).flaws  # without checkpoints it is with the logs
-
-
-def test_without_the_correction_it_does_not_start(recipe: dict[str, Any], tmp_path: Path) -> None:
-    run = run_here("train", tmp_path, recipe, "loss_fn.use_importance_sampling_correction=false")
-    assert_one_message(run, 2, "training on trajectories of age 1 (in weight versions) needs")
 
 
 @pytest.mark.parametrize("turns", [pytest.param("together", marks=pytest.mark.every_state), "free"])

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -137,11 +135,6 @@ def test_bad_input(
     assert found.code != 0 and not (tmp_path / "checkpoints" / "hf").exists()
 
 
-def test_a_recipe_for_sft_is_refused(task: Task, tmp_path: Path) -> None:
-    found = run_here("dpo", tmp_path, sft_recipe(task))
-    assert_one_message(found, 2, "the recipe needs a section dpo")
-
-
 def test_a_loss_without_a_reference_trains(task: Task, pairs: dict[str, Path], tmp_path: Path) -> None:
     changes = {"preference_loss": "simpo", "max_num_steps": 3, "val_at_start": False}
     run = finished("dpo", tmp_path, dpo_recipe(task, pairs, **changes))
@@ -193,12 +186,3 @@ def test_a_stopped_run_saves_and_goes_on(task: Task, pairs: dict[str, Path], tmp
     assert [line["step"] for line in resumed.metrics("validation")] == [1, 2]
     again = run_here("dpo", tmp_path, recipe, "--resume", "dpo.max_num_steps=3")
     assert again.code == 0 and [line["step"] for line in again.metrics("validation")] == [1, 2, 3]
-
-
-def test_the_script(tmp_path: Path) -> None:
-    script = Path(__file__).parents[2] / "examples" / "run_dpo.py"
-    for words, named in ((["--config", "no.yaml"], "no.yaml"), (["dpo.no_key=1"], "dpo.no_key")):
-        ended = subprocess.run(
-            [sys.executable, str(script), *words], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
-        assert ended.returncode == 2 and named in ended.stderr, ended.stderr

@@ -88,7 +88,7 @@ def test_training_commands(
 
 DEFAULTS = {
     "run_grpo.py": "grpo_math_1B", "run_grpo_math.py": "grpo", "run_sft.py": "sft",
-    "run_distillation.py": "distillation_math",
+    "run_distillation.py": "distillation_math", "run_dpo.py": "dpo",
 }  # fmt: skip
 
 

@@ -512,15 +512,6 @@ def test_a_run_survives_a_full_disk_and_sigterm(
     assert not found.flaws and found.fates["trained on"] == 16 == sum(found.fates.values())
 
 
-def test_resume_without_a_checkpoint(tmp_path: Path, recipe: dict[str, Any]) -> None:
-    run = run_here("train", tmp_path, recipe, "--resume")
-    assert_one_message(run, 1, "there is no step_N folder in", "start without --resume")
-    assert not (tmp_path / "logs").exists()
-    (tmp_path / "step_7").mkdir()
-    run = run_here("train", tmp_path, recipe, "--resume", str(tmp_path / "step_7"))
-    assert_one_message(run, 1, "step_7 is no checkpoint: training_info.json is missing")
-
-
 def test_a_checkpoint_of_another_model(tmp_path: Path, recipe: dict[str, Any], task: Task, whole: Any) -> None:
     other = tmp_path / "other"
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}

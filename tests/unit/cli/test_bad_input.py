@@ -62,12 +62,13 @@ def refuse(
     Path("model/config.json").write_text(json.dumps(CONFIG))
     Path("data.jsonl").write_text('{"input": "1+1=", "output": "2"}\n' * 8)
     recipe = {
-        "policy": {"model_name": "model", "tokenizer": {"name": str(tokenizer)}, "train_global_batch_size": 16},
+        "policy": {"model_name": "model", "tokenizer": {"name": str(tokenizer)}, "train_global_batch_size": 16,
+                   "megatron_cfg": {"scheduler": {"lr_warmup_iters": 0}}},
         "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4},
         "data": {"train_data_path": "data.jsonl", "dataset_name": "ResponseDataset"},
         "env": {"math": {}},
         "cluster": {"platform": "cpu", "gpus_per_node": 2},
-    }
+    }  # fmt: skip
     Path("r.yaml").write_text(yaml.safe_dump(recipe))
 
     def run(*words: str, code: int, verb: str = "train") -> str:
@@ -199,6 +200,7 @@ def test_the_check_finds(refuse: Refuse, words: list[str], message: str) -> None
     Path("broken.py").write_text("def reward(response, truth): ...\nONE = 1 / 0\n")
     for said in (refuse("--check", *words, code=1), refuse(*words, code=1)):
         assert said.startswith(message) and "\n" not in said
+        assert words != ["--resume"] or not Path("results").exists()
 
 
 LATENT = {

@@ -40,12 +40,6 @@ def test_the_documented_rows(run: Any) -> None:
     assert summary.filtered == {"neither best nor worst of its prompt": 1}
 
 
-def test_pairs_come_in_the_order_of_their_prompts(run: Any) -> None:
-    rows = [rollout(f"q{number}", f"{kind}{number}", kind) for kind in (0, 1) for number in range(20)]
-    _, found = run("dpo", rows)
-    assert pairs(found) == [(f"q{number}", f"1{number}", f"0{number}") for number in range(20)]
-
-
 @pytest.mark.parametrize(
     ("high", "low", "gap", "paired"),
     [

@@ -167,21 +167,18 @@ def test_a_save_on_a_full_disk_leaves_the_others_and_says_what_to_free(tmp_path:
     save(checkpoints, 2)
 
 
-def test_a_full_disk_of_a_rank_is_recognised_by_its_text(tmp_path: Path) -> None:
-    def rank(folder: str) -> None:
-        raise WorkerFailed("policy-1", "save", "SaveError: rank 1: OSError: [Errno 28] No space left on device")
+@pytest.mark.parametrize(
+    "contents", [None, {}, {"a": torch.zeros(100_000)}], ids=["by its reason", "at its end", "in the middle"]
+)
+def test_a_full_disk_of_a_rank_is_recognised_by_its_text(tmp_path: Path, contents: Any) -> None:
+    """Also where torch names no reason."""
 
-    with pytest.raises(NotWritten):
-        save_now(manager(tmp_path), 2, rank, NOTHING, RECIPE)
-
-
-@pytest.mark.parametrize("contents", [{}, {"a": torch.zeros(100_000)}], ids=["at its end", "in the middle"])
-def test_a_full_disk_of_a_rank_is_recognised_where_torch_names_no_reason(tmp_path: Path, contents: Any) -> None:
     def rank(folder: str) -> None:
         try:
             torch.save(contents, "/dev/full")
         except RuntimeError as error:
-            raise WorkerFailed("policy-0", "copying the policy", f"RuntimeError: {error}") from None
+            said = "OSError: [Errno 28] No space left on device" if contents is None else f"RuntimeError: {error}"
+            raise WorkerFailed("policy-0", "copying the policy", said) from None
 
     with pytest.raises(NotWritten):
         save_now(manager(tmp_path), 2, rank, NOTHING, RECIPE)

@@ -20,17 +20,10 @@ from tests.waiting import wait_until
 
 SECONDS = {"generate": 3.0, "reward": 0.5, "logprobs": 1.0, "train": 2.0, "refit": 0.25, "refit/commit": 0.1}
 ROW = StepRow(
-    step=7,
-    max_steps=200,
-    reward=0.4375,
-    kl=1.2e-4,
-    token_mult_prob_error=1.0012,
-    length=123.4,
-    entropy=1.5,
-    grad_norm=2.0,
-    tokens_per_second=5123.4,
+    step=7, max_steps=200, reward=0.4375, kl=1.2e-4, token_mult_prob_error=1.0012, length=123.4, entropy=1.5,
+    grad_norm=2.0, tokens_per_second=5123.4,
     seconds={**SECONDS, "prepare": 0.05, "everything_else": 0.2, "total": 7.0},
-)
+)  # fmt: skip
 
 
 @dataclass
@@ -113,14 +106,16 @@ def test_the_header_comes_every_20_lines_and_after_samples():
     assert out.getvalue().count("prob err") == 3
 
 
-def test_a_validation_shows_what_its_rewards_have():
+def test_a_validation_is_one_line_of_what_its_rewards_have():
     out = io.StringIO()
     console = RunConsole(out)
     console.validation(2, {"accuracy": None, "reward": 0.5, "num_failed_samples": 0.0}, 1.0)
     console.validation(4, {"accuracy": None, "reward": None, "num_failed_samples": 8.0}, 1.0)
+    console.validation(12, {"accuracy": 0.87512, "pass@8": 1.0, "reward": None}, 12.34)
     assert out.getvalue().splitlines() == [
         "validation after step 2: reward 0.5  (1.0 s)",
         "validation after step 4: accuracy -  reward -  num_failed_samples 8  (1.0 s)",
+        "validation after step 12: accuracy 0.8751  pass@8 1  reward -  (12.3 s)",
     ]
 
 
@@ -134,12 +129,6 @@ def test_banner_and_summary_show_their_facts_and_existing_paths():
     assert max(map(len, text.splitlines())) <= WIDTH
     assert "  batch    32 prompts x 16" in text and "  engines  2" in text
     assert "metrics  a/b.jsonl" in text and "TensorBoard" not in text
-
-
-def test_validation_is_one_line():
-    out = io.StringIO()
-    RunConsole(out).validation(12, {"accuracy": 0.87512, "pass@8": 1.0, "reward": None}, 12.34)
-    assert out.getvalue() == "validation after step 12: accuracy 0.8751  pass@8 1  reward -  (12.3 s)\n"
 
 
 def test_samples_are_shown_with_truth_answer_reward_and_reason():
