@@ -147,10 +147,9 @@ def _with_turn(before: Score | None, outcome: Outcome) -> Score:
 
 @dataclass(eq=False)
 class OpenGroup:
-    """State that the samples of a prompt share while they live. It does not refer to them, so that none of them is
-    part of a cycle. `images`: references to the files of the prompt's images in the object store, by digest.
-    `has_agents`: agents of the environment take all turns; otherwise `engine` generates them. `unfinished`: samples
-    that are neither finished nor dropped."""
+    """The samples of a prompt while they live, and what they share. `images`: references to the files of the prompt's
+    images in the object store, by digest. `has_agents`: agents of the environment take all turns; otherwise `engine`
+    generates them. `unfinished`: samples that are neither finished nor dropped."""
 
     prompt: DatumSpec
     step: int
@@ -170,6 +169,12 @@ class OpenGroup:
         self.load = self.size * (
             prompt["length"] + self.sampling.max_new_tokens
         )  # at most so many tokens in their first turns
+        self.samples = [OpenSample(self, index) for index in range(self.size)]
+
+    def close(self) -> list[OpenSample]:
+        """Return the samples, and refer to them no more: they would be part of a cycle."""
+        samples, self.samples = self.samples, []
+        return samples
 
 
 class OpenSample:

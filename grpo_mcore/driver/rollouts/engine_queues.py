@@ -16,7 +16,7 @@ import math
 import secrets
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,14 +68,17 @@ class EngineQueues:
         retries: Retries,
         hooks: RolloutHooks,
         resume: Callable[[OpenSample, TrajectoryRef], None],
+        groups: Mapping[str, OpenGroup],
         *,
         together: bool,
         max_running: int | None,
     ) -> None:
         """`retries`: limit for calls that fail while their engine is alive. `resume`: gets each sample whose turn is
-        generated, and its trajectory so far. `together`: all turns that wait are sent, in streams of their own.
-        `max_running`: samples that an engine generates at a time, otherwise; None: all of them."""
+        generated, and its trajectory so far. `groups`: all that are open. `together`: all turns that wait are sent, in
+        streams of their own. `max_running`: samples that an engine generates at a time, otherwise; None: all of
+        them."""
         self._engines, self._retries, self._hooks, self._resume = engines, retries, hooks, resume
+        self._groups = groups
         self._clock, self._timeout_s = engines.cluster.clock, engines.cluster.call_timeout_s
         self._together, self._max_running = together, None if together else max_running
         self._queued: dict[int, list[tuple[_Urgency, OpenSample]]] = defaultdict(list)  # by engine: a heap each
@@ -85,25 +88,19 @@ class EngineQueues:
         self._joins: dict[Future, tuple[_EngineStream, _Samples]] = {}  # not answered yet: samples on their way
         self._aborts: dict[Future, int] = {}  # not answered yet: the engine
         self._active_at: dict[int, float] = {}  # when an engine has last begun to work, or returned something
-        self._groups: set[OpenGroup] = set()
-        self._load: Counter[int] = Counter()  # engine -> sum of its groups' loads
         self._lengths: OrderedDict[str, tuple[int, float]] = OrderedDict()  # prompt -> samples, their mean tokens
 
     def assign(self, groups: Iterable[OpenGroup]) -> None:
-        """Give each group to the engine with the lowest load: as a whole, so that its prompt is prefilled once."""
-        by_load = [(self._load[n], n) for n in self._engines.serving() or range(len(self._engines.slots))]
+        """Give each new group to the engine with the lowest load of open groups: as a whole, so that its prompt is
+        prefilled once."""
+        load: Counter[int] = Counter()
+        for group in self._groups.values():
+            load[group.engine] += 0 if group.has_agents else group.load
+        by_load = [(load[n], n) for n in self._engines.serving() or range(len(self._engines.slots))]
         heapq.heapify(by_load)
         for group in groups:
-            group.engine = by_load[0][1]
-            self._groups.add(group)
-            self._load[group.engine] += group.load
-            heapq.heapreplace(by_load, (self._load[group.engine], group.engine))
-
-    def forget(self, group: OpenGroup) -> None:
-        """Forget a group that is closed, if an engine has it."""
-        if group in self._groups:
-            self._groups.remove(group)
-            self._load[group.engine] -= group.load
+            lowest, group.engine = by_load[0]
+            heapq.heapreplace(by_load, (lowest + group.load, group.engine))
 
     def remember_length(self, trajectory: TrajectoryRef) -> None:
         """Note how long a sample has become, for the order of its prompt's later samples."""
@@ -346,16 +343,11 @@ class EngineQueues:
                 unfinished += self._end(stream)
         later = [number for number in self._engines.serving() if number > engine]
         target = (later or self._engines.serving() or [engine])[0]
-        groups = {sample.group for sample in unfinished}
-        if lost:
-            groups |= {group for group in self._groups if group.engine == engine}
-            self._aborts = {answer: aborting for answer, aborting in self._aborts.items() if aborting != engine}
-        for group in groups:
-            self._load[group.engine] -= group.load
-            group.engine = target
-            self._load[target] += group.load
+        for group in self._groups.values() if lost else {sample.group for sample in unfinished}:
+            group.engine = target if group.engine == engine else group.engine
         self._repeat(unfinished, f"{self._engines.slots[engine].worker.name}: {_cause(error)}", error)
         if lost:
+            self._aborts = {answer: aborting for answer, aborting in self._aborts.items() if aborting != engine}
             self.add(sample for _, sample in sorted(self._queued.pop(engine, ())))
 
     def _is_lost(self, engine: int, error: WorkerFailed | DeadlineExceeded, failed: _EngineStream | None) -> bool:

@@ -107,15 +107,16 @@ class Rollouts:
         self._template = TurnTemplate(tokenizer, engines.images) if limits.max_turns > 1 else None
         self._rules = Rules(limits, seed, self._as_turn if self._template else None)
         self._barrier = _TurnBarrier() if limits.together else None
+        self._open: dict[str, OpenGroup] = {}  # those under way, by uid
+        self._finished: deque[Group] = deque()
         self._engine_queues = EngineQueues(
-            engines, retries or Retries(0, 0.0), hooks, self._resume, together=limits.together, max_running=max_running
-        )
+            engines, retries or Retries(0, 0.0), hooks, self._resume, self._open,
+            together=limits.together, max_running=max_running,
+        )  # fmt: skip
         queue_of = {environment: self._queue_of(environment) for environment in dict.fromkeys(environments.values())}
         self._queue_of_task = {task: queue_of[environment] for task, environment in environments.items()}
         self._agents = [queue for queue in queue_of.values() if isinstance(queue, AgentRollouts)]
         self._queues = (*queue_of.values(), self._engine_queues)
-        self._open: dict[str, list[OpenSample]] = {}  # the samples of groups under way, by uid
-        self._finished: deque[Group] = deque()
 
     def _queue_of(self, environment: EnvironmentWorker) -> EnvQueue | AgentRollouts:
         if environment.runs_agents:
@@ -134,8 +135,8 @@ class Rollouts:
         groups = [self._open_group(prompt, sampling, generations, step) for prompt in prompts]
         self._engine_queues.assign(group for group in groups if not group.has_agents)
         for group in groups:
-            samples = self._open[group.uid] = [OpenSample(group, index) for index in range(generations)]
-            for sample in samples:
+            self._open[group.uid] = group
+            for sample in group.samples:
                 self._let_wait(sample)
         self._send()
 
@@ -189,7 +190,7 @@ class Rollouts:
             self._record_last_turn(sample, trajectory)
         group.unfinished -= 1
         if not group.unfinished:
-            finished = [other.result for other in self._close(group.uid) if other.result is not None]
+            finished = [other.result for other in self._open.pop(group.uid).close() if other.result is not None]
             self._finished.append(Group(group.prompt, *zip(*finished, strict=True)))
 
     def _record_last_turn(self, sample: OpenSample, trajectory: TrajectoryRef) -> None:
@@ -198,21 +199,15 @@ class Rollouts:
         self._hooks.on_sample()
         self._engine_queues.remember_length(trajectory)
         if self._enough_samples is not None:
-            others = [other for other in self._open[group.uid] if other.wait is not None and not _is_last(other.wait)]
+            others = [other for other in group.samples if other.wait is not None and not _is_last(other.wait)]
             if others and group.size - len(others) == self._enough_samples:
                 group.unfinished -= len(others)
                 self._drop(others, close=False)
 
-    def _close(self, uid: str) -> list[OpenSample]:
-        samples = self._open.pop(uid, [])
-        if samples:
-            self._engine_queues.forget(samples[0].group)
-        return samples
-
     def drop(self, uids: Collection[str]) -> None:
         """Drop these prompts and abort their samples. They may be dispatched again."""
         self._finished = deque(group for group in self._finished if group.uid not in uids)
-        self._drop([sample for uid in uids for sample in self._close(uid)], close=True)
+        self._drop([sample for uid in uids if uid in self._open for sample in self._open.pop(uid).close()], close=True)
         self._engine_queues.confirm_aborts()
         self._send()
 
@@ -297,7 +292,7 @@ class Rollouts:
 
     def _send(self, *, hold: bool = True) -> None:
         if self._barrier:
-            self._engine_queues.add(self._barrier.next_turns(samples[0].group for samples in self._open.values()))
+            self._engine_queues.add(self._barrier.next_turns(self._open.values()))
         for queue in reversed(self._queues):  # the engines before the environments: they have more to do
             queue.send(hold=hold)
 
