@@ -126,8 +126,8 @@ class AgentRollouts:
                     reason = "the policy's endpoint does not know an image of it any more"
                     outcome = replace(outcome, score=Score(None, None, reason, outcome.score.seconds))
             if trajectory is None:
-                name, version = (outcome.uid, outcome.generation_index), self._engines.weight_version
-                trajectory = TrajectoryRef(*name, 0, 0, 0, version, False, "abort", None, turns=0)
+                version = self._engines.weight_version
+                trajectory = TrajectoryRef(*sample.key, 0, 0, 0, version, False, "abort", None, turns=0)
             if self._on_outcome is not None:
                 self._on_outcome(outcome)
             self._resume(sample, (trajectory, outcome.score))
