@@ -1,6 +1,8 @@
 """Text from outside: what is no Unicode, and what a terminal would obey. For every room; the standard library only."""
 
+import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -24,6 +26,15 @@ def has_surrogates(value: Any) -> bool:
     if isinstance(value, dict):
         return any(has_surrogates(key) or has_surrogates(inner) for key, inner in value.items())
     return isinstance(value, list | tuple) and any(map(has_surrogates, value))
+
+
+def finite(value: Any) -> Any:
+    """Return plain values (of JSON) with null in place of NaN and infinities, which JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def as_written(value: Any) -> str:

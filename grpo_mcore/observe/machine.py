@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from importlib import import_module
+from statistics import fmean
 from typing import Any
 
 import psutil
@@ -33,7 +34,7 @@ class MachineMonitor:
         with self._lock:
             samples, self._samples = [*self._samples, now], []
         return {
-            name: (max if name.endswith("mem_gb") else _mean)([sample[name] for sample in samples if name in sample])
+            name: (max if name.endswith("mem_gb") else fmean)([sample[name] for sample in samples if name in sample])
             for name in now
         }
 
@@ -88,28 +89,19 @@ class _Gpus:
 
     def sample(self) -> dict[str, float]:
         """Return the metrics of each GPU; without one that the device does not give."""
-        values: dict[str, float] = {}
-        readings = {"util": self._utilization, "mem_gb": self._memory_gb, "power_w": self._power_w}
+        values, nvml = dict[str, float](), self._nvml
+        readings = {
+            "util": lambda handle: float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+            "mem_gb": lambda handle: nvml.nvmlDeviceGetMemoryInfo(handle).used / GIB,
+            "power_w": lambda handle: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+        }
         for index, handle in enumerate(self._handles):
             for name, read in readings.items():
                 try:
                     values[f"gpu.{index}.{name}"] = read(handle)
-                except self._nvml.NVMLError:  # not supported, not permitted (MIG), or a fault that passes
+                except nvml.NVMLError:  # not supported, not permitted (MIG), or a fault that passes
                     continue
         return values
-
-    def _utilization(self, handle: Any) -> float:
-        return float(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-
-    def _memory_gb(self, handle: Any) -> float:
-        return self._nvml.nvmlDeviceGetMemoryInfo(handle).used / GIB
-
-    def _power_w(self, handle: Any) -> float:
-        return self._nvml.nvmlDeviceGetPowerUsage(handle) / 1000
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 PEAK_FLOPS = {

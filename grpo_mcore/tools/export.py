@@ -21,7 +21,8 @@ from grpo_mcore.base.files import (
     try_to_read,
 )
 from grpo_mcore.data.datasets.source import is_local
-from grpo_mcore.driver.checkpoints.checkpoint_files import POLICY, policy_folder, rank_of
+from grpo_mcore.driver.checkpoints.checkpoint_files import INFO, POLICY, policy_folder, rank_of
+from grpo_mcore.driver.checkpoints.checkpoints import step_of
 from grpo_mcore.driver.run.checks import SetupError, model_folder
 from grpo_mcore.observe import read_metrics
 from grpo_mcore.parallel.weights.export import ExportError, export_adapter, export_merged
@@ -38,7 +39,7 @@ from grpo_mcore.recipe.headline import headline
 
 logger = logging.getLogger(__name__)
 
-INFO, RECIPE, CARD = "training_info.json", "config.yaml", "README.md"
+RECIPE, CARD = "config.yaml", "README.md"
 OF_TRAINING = ("train:reward", "train:loss", "train:accuracy", "train:rewards_margin_mean")
 """Metrics of the card of a run without validations."""
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -179,11 +180,9 @@ def best_checkpoint(config: CheckpointingConfig) -> Path | None:
 def kept_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in a checkpoint_dir, oldest first."""
     complete = [path.parent for path in folder.glob(f"step_*/{INFO}")]
-    return sorted((path for path in complete if path.name.removeprefix("step_").isdigit()), key=step_of)
-
-
-def step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step_"))
+    return sorted(
+        (path for path in complete if path.name.removeprefix("step_").isdigit()), key=lambda path: step_of(path.name)
+    )
 
 
 def export_run(config: CheckpointingConfig) -> list[Path]:

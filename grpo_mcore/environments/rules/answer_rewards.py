@@ -42,7 +42,7 @@ def bbox_giou(response: str, truth: str, *, giou_penalty_thres: float = 10.0, an
     box, true = _box(answer or ""), _box(truth)
     if box is None or true is None:
         return 0.0
-    common = _area((*map(max, box[:2], true[:2]), *map(min, box[2:], true[2:])), crossed=0.0)
+    common = _area((*map(max, box[:2], true[:2]), *map(min, box[2:], true[2:])))
     union = max(LEAST_AREA, _area(box) + _area(true) - common)
     share = common / union
     if share >= giou_penalty_thres:
@@ -94,10 +94,9 @@ def _box(text: str) -> tuple[float, ...] | None:
     return sides if upright else None
 
 
-def _area(box: tuple[float, ...], crossed: float | None = None) -> float:
-    """Return the area of a box; `crossed` if its sides are in the wrong order."""
-    width, height = box[2] - box[0], box[3] - box[1]
-    return crossed if crossed is not None and min(width, height) < 0 else width * height
+def _area(box: tuple[float, ...]) -> float:
+    """Return the area of a box; 0 if its sides are in the wrong order."""
+    return max(0.0, box[2] - box[0]) * max(0.0, box[3] - box[1])
 
 
 def _last_box(response: str) -> str | None:

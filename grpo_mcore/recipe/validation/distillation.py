@@ -80,29 +80,26 @@ def _layouts(config: RecipeSections) -> Iterator[Finding]:
     places = config.on_policy_distillation.non_colocated_teachers
     configs = [("default_teacher_cfg", places.default_teacher_cfg)]
     configs += [(f"teacher_overrides.{alias}", teacher) for alias, teacher in places.teacher_overrides.items()]
-    wrong = []
+    wrong = False
     for key, teacher in configs:
         try:
             MegatronConfig.model_validate(config.policy.megatron_cfg.model_dump() | teacher.megatron_cfg_overrides)
         except ValidationError as error:
-            wrong += [
-                (f"{key}.megatron_cfg_overrides.{'.'.join(map(str, problem['loc']))}", problem)
-                for problem in error.errors(include_url=False)
-            ]
-    for key, problem in wrong:
-        near = nearest_key(f"policy.megatron_cfg.{problem['loc'][0]}")
-        hint = f"; nearest: {near.rpartition('.')[2]}" if near else ""
-        unknown = problem["type"] == "extra_forbidden"
-        message = (
-            f"is not a key of policy.megatron_cfg{hint}" if unknown else f"{problem['msg']}, got {problem['input']!r}"
-        )
-        yield Finding((f"{_AT}non_colocated_teachers.{key}",), message)
-    if not wrong and (left := nodes_left(config)) < 1:
+            wrong = True
+            for problem in error.errors(include_url=False):
+                message = f"{problem['msg']}, got {problem['input']!r}"
+                if problem["type"] == "extra_forbidden":
+                    near = nearest_key(f"policy.megatron_cfg.{problem['loc'][0]}")
+                    hint = f"; nearest: {near.rpartition('.')[2]}" if near else ""
+                    message = f"is not a key of policy.megatron_cfg{hint}"
+                path = ".".join([key, "megatron_cfg_overrides", *map(str, problem["loc"])])
+                yield Finding((f"{_AT}non_colocated_teachers.{path}",), message)
+    if wrong:
+        return
+    if (left := nodes_left(config)) < 1:
         taken = config.cluster.num_nodes - left
         message = f"teachers take {taken} of {config.cluster.num_nodes} nodes, and the policy needs at least one"
         yield Finding((f"{_AT}non_colocated_teachers.enabled", "cluster.num_nodes"), message)
-        return
-    if wrong:
         return
     unfit = list(_engines(config))
     yield from unfit

@@ -16,6 +16,7 @@ from torch import Tensor
 from grpo_mcore.algorithms.grpo import train_on_groups
 from grpo_mcore.cluster import Cluster, Future
 from grpo_mcore.driver.checkpoints.checkpoint_files import policy_folder
+from grpo_mcore.driver.checkpoints.checkpoints import step_of
 from grpo_mcore.driver.engines.engine_group import EngineGroup
 from grpo_mcore.driver.policy.policy_group import PolicyGroup, logprobs_by_sample
 from grpo_mcore.driver.record.recorded_samples import recorded_groups, sample_name
@@ -29,7 +30,7 @@ from grpo_mcore.observe.samples import read_samples, sample_steps
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.step.step_batch import TrainTargets, build_step_batch
-from grpo_mcore.tools.export import kept_checkpoints, step_of
+from grpo_mcore.tools.export import kept_checkpoints
 from grpo_mcore.tools.parity.rank import layout_named
 
 LOSS_LIMIT = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -115,7 +116,7 @@ def checkpoint_before(run: Path, config: MasterConfig, step: int) -> Path | None
     folder = Path(config.checkpointing.checkpoint_dir)
     if (checkpoint := folder / f"step_{step - 1}").is_dir():
         return checkpoint
-    after = {step_of(kept) + 1 for kept in kept_checkpoints(folder)}
+    after = {step_of(kept.name) + 1 for kept in kept_checkpoints(folder)}
     steps = sorted((after | {1}) & sample_steps(run, "train").keys())
     raise ReplayError(
         f"{folder}/step_{step - 1} is not there: step {step} can be replayed only from the checkpoint before it. Steps "

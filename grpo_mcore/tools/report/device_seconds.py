@@ -64,12 +64,12 @@ def device_seconds(events: Iterable[Mapping[str, Any]]) -> DeviceSeconds:
         start, end = begin["time"], max(spans.end for spans in by_process.values())
         wall += end - start
         driver = by_process.get(DRIVER, _Spans())
-        of_driver = cache(lambda trains, generates, driver=driver: _edges(_of_driver(driver, trains, generates)))
+        of_driver = cache(lambda trains, generates, driver=driver: edges_of(_of_driver(driver, trains, generates)))
         for device, processes in begin["devices"].items():
             trains = any(name.startswith("policy") for name in processes)
             generates = any(not name.startswith("policy") for name in processes)
-            calls = _edges(span for name in processes if name in by_process for span in by_process[name])
-            for first, last, activity, step in _covered(start, end, sorted([*of_driver(trains, generates), *calls])):
+            calls = edges_of(span for name in processes if name in by_process for span in by_process[name])
+            for first, last, activity, step in covered(start, end, sorted([*of_driver(trains, generates), *calls])):
                 by_device[device][activity] += last - first
                 by_step[step][activity] += last - first
     return DeviceSeconds(wall, {name: dict(value) for name, value in by_device.items()}, _plain(by_step))
@@ -127,7 +127,7 @@ def _of_driver(spans: Iterable[Span], trains: bool, generates: bool) -> Iterator
             yield first, last, WAIT_OF_ENGINE[activity], step
 
 
-def _edges(spans: Iterable[Span]) -> list[_Edge]:
+def edges_of(spans: Iterable[Span]) -> list[_Edge]:
     """Return the sorted beginnings and ends of spans."""
     ranks = {activity: rank for rank, activity in enumerate(ORDER)}
     return sorted(
@@ -138,14 +138,9 @@ def _edges(spans: Iterable[Span]) -> list[_Edge]:
     )
 
 
-def covered(start: float, end: float, spans: Iterable[Span]) -> Iterator[Span]:
+def covered(start: float, end: float, edges: Sequence[_Edge]) -> Iterator[Span]:
     """Cover [start, end] without gap or overlap: at each moment the open span that is first in ORDER, else "other" of
-    the step that comes next."""
-    return _covered(start, end, _edges(spans))
-
-
-def _covered(start: float, end: float, edges: Sequence[_Edge]) -> Iterator[Span]:
-    """Yield what `covered` does, from sorted edges. Those outside count as at the border."""
+    the step that comes next. `edges`: of the spans, sorted; those outside count as at the border."""
     edges = [(min(max(moment, start), end), *rest) for moment, *rest in edges]  # type: ignore[misc]
     steps = [(moment, step) for moment, opens, _, _, step in edges if opens == 1]
     open_now: dict[tuple[int, str, int], int] = defaultdict(int)

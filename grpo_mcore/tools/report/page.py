@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from grpo_mcore.base.text import finite
 from grpo_mcore.families.images import read_image
 from grpo_mcore.observe.band import band_of
 from grpo_mcore.observe.run_folder import left_out_if_damaged
@@ -125,18 +126,7 @@ def _static(name: str) -> str:
 
 def _packed(data: Any) -> str:
     """Return data as base64 of compressed JSON; the page unpacks it."""
-    return base64.b64encode(gzip.compress(json.dumps(_finite(data), separators=(",", ":")).encode(), 6)).decode()
-
-
-def _finite(data: Any) -> Any:
-    """Replace NaN and infinities, which JSON does not have, by null."""
-    if isinstance(data, float):
-        return data if math.isfinite(data) else None
-    if isinstance(data, Mapping):
-        return {str(key): _finite(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
-    return data
+    return base64.b64encode(gzip.compress(json.dumps(finite(data), separators=(",", ":")).encode(), 6)).decode()
 
 
 def _spread(steps: Sequence[int], most: int) -> list[int]:

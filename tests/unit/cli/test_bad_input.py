@@ -189,7 +189,7 @@ def test_a_check_leaves_no_folder_behind(refuse: Refuse) -> None:
          "it can be one of [1, 2]"),
         (["+env.math.workers=1"], "env.math.workers: unknown key; did you mean 'num_workers'?"),
         (["policy.tokenizer.chat_template='{% for m in messages[-1:] %}{{ m.content }}{% endfor %}'",
-          "grpo.max_rollout_turns=2"],
+          "grpo.max_rollout_turns=2", "policy.megatron_cfg.scheduler.lr_warmup_iters=0"],
          "grpo.max_rollout_turns above 1: the chat template shows an earlier answer 0 times instead of once; set "
          "another policy.tokenizer.chat_template"),
         (["--resume"], "--resume: there is no step_N folder in results/grpo; start without --resume"),

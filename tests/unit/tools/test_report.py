@@ -28,7 +28,7 @@ from grpo_mcore.tools.report.comparison import (
     standings,
     table,
 )
-from grpo_mcore.tools.report.device_seconds import DeviceSeconds, covered, device_seconds, step_spans
+from grpo_mcore.tools.report.device_seconds import DeviceSeconds, covered, device_seconds, edges_of, step_spans
 from grpo_mcore.tools.report.page_alarms import alarms
 from grpo_mcore.tools.report.run_files import RunFiles, read_run
 from grpo_mcore.tools.report.watch import sparkline
@@ -39,7 +39,7 @@ from tests.unit.tools.report_pages import assert_trace_format, data_of, shown, s
 
 def test_every_second_of_a_device_is_accounted_for_once() -> None:
     spans = [(0.0, 4.0, "generate", 1), (3.0, 6.0, "train", 1), (3.5, 5.0, "train", 1), (8.0, 9.0, "refit", 2)]
-    found = list(covered(0.0, 10.0, spans))
+    found = list(covered(0.0, 10.0, edges_of(spans)))
     assert [(first, last, what) for first, last, what, _ in found] == [
         (0.0, 3.0, "generate"),
         (3.0, 3.5, "train"), (3.5, 4.0, "train"), (4.0, 5.0, "train"), (5.0, 6.0, "train"),
