@@ -150,7 +150,8 @@ def train_on_groups(
 ) -> dict[str, float]:
     """Train one step on scored groups and return its metrics. The driver plans bins and advantages; the policy's ranks
     compute log-probs, loss and update. `samples`: gets the samples with what was computed of them."""
-    prev, reference = needs_prev(config), needs_reference(config)
+    prev, reference, ppo, loss = needs_prev(config), needs_reference(config), config.ppo, config.loss_fn
+    kl_kind = loss.reference_policy_kl_type if loss.use_kl_in_reward else None
     with clock.phase("prepare"):
         engines.release(keep_weights=engines.pauses)  # paused engines may go on before the next refit
         batch = build_step_batch(groups, config, policy.layout, shares_prefixes=policy.shares_prefixes)
@@ -163,18 +164,15 @@ def train_on_groups(
     stats: dict[str, Tensor] = {}
     if batch.ranks and (prev or reference):
         with clock.phase("logprobs"):
-            kl_kind = config.loss_fn.reference_policy_kl_type if config.loss_fn.use_kl_in_reward else None
             stats = policy.infer_logprobs(
                 len(batch.samples), prev=prev, reference=reference, kl_kind=kl_kind, dropout=True
             )
-    ppo, loss = config.ppo, config.loss_fn
     with clock.phase("train"), policy.ready_for("training"):
         rewards = shaped_rewards(batch.rewards, batch, config)
         if ppo.enabled and batch.ranks:
             with clock.phase("critic"):
-                kl = loss.reference_policy_kl_type if loss.use_kl_in_reward else None
                 stats |= policy.infer_values(
-                    rewards.nan_to_num(), ppo.adv_estimator, kl, loss.reference_policy_kl_penalty
+                    rewards.nan_to_num(), ppo.adv_estimator, kl_kind, loss.reference_policy_kl_penalty
                 )
         targets, metrics = compute_targets(batch, stats, config, rewards)
         counts = any(targets.valid_toks)  # else all samples failed or were filtered

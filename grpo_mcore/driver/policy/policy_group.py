@@ -132,21 +132,18 @@ class PolicyGroup:
         reports = self._wait(calls)
         self.updates += 1
         self.train_times = [[report.times for report in of_rank] for of_rank in reports]
-        metrics = self._combined(reports)
+        metrics = self._of_update(reports)
         if len(reports[0]) > 1 and getattr(getattr(loss_fn, "cfg", None), "ratio_to_engine", False):
             first = self._combined([of_rank[:1] for of_rank in reports])  # no pass came before: later ones have moved
             metrics |= {name: value for name, value in first.items() if name.startswith(OF_ENGINE)}
-        return metrics | {
-            "grad_norm": sum(report.grad_norm for report in reports[0]) / len(reports[0]),
-            "lr": reports[0][-1].learning_rate,
-        }
+        return metrics
 
     def train_critic(self, loss_fn: LossFn, targets: TrainTargets) -> dict[str, float]:
-        """Do the same for the critic, before the policy trains on the step. Return its metrics, as `critic/NAME`."""
+        """Run the critic's optimizer steps on the step received, which the policy trains on afterwards. Return its
+        metrics over all ranks and optimizer steps, as `critic/NAME`."""
         sent = self.cluster.store.put(replace(targets, estimate=None))
         reports = self._all(PolicyWorker.train_critic, "training of the critic")(loss_fn, sent)
-        of_step = {"grad_norm": sum(report.grad_norm for report in reports[0]) / len(reports[0])}
-        return critic_metrics(self._combined(reports) | of_step | {"lr": reports[0][-1].learning_rate})
+        return critic_metrics(self._of_update(reports))
 
     def compare_losses(
         self, losses: Sequence[LossFn], parts: Sequence[LossFn], targets: TrainTargets, kinds: Tensor
@@ -195,6 +192,11 @@ class PolicyGroup:
     def evaluate(self, loss_fn: LossFn, targets: TrainTargets) -> dict[str, float]:
         """Return the metrics of the step received under the current weights, without training."""
         return self._combined(self._all(PolicyWorker.evaluate, "evaluation")(loss_fn, self.cluster.store.put(targets)))
+
+    def _of_update(self, reports: Sequence[Sequence[TrainReport]]) -> dict[str, float]:
+        """Return the combined metrics of optimizer steps, with the mean norm of their gradients and the last rate."""
+        norm = sum(report.grad_norm for report in reports[0]) / len(reports[0])
+        return self._combined(reports) | {"grad_norm": norm, "lr": reports[0][-1].learning_rate}
 
     def _combined(self, reports: Sequence[Sequence[TrainReport]]) -> dict[str, float]:
         """Combine over data-parallel ranks, then over optimizer steps. One rank reports for all with its samples."""

@@ -294,7 +294,7 @@ class PolicyWorker(Policy):
         return reports
 
     def train_critic(self, loss_fn: LossFn, targets: TrainTargets) -> list[TrainReport]:
-        """Do the same for the critic, and keep the step's data."""
+        """Run the critic's optimizer steps on the same batches, and keep the step's data."""
         assert self.critic is not None
         return self._passes(self.critic, loss_fn, targets, targets.critic_epochs)
 
@@ -385,14 +385,15 @@ class PolicyWorker(Policy):
                 columns["reference_sums"] = batch.per_token(targets.reference_sums[bin.samples])
             if targets.advantages is None or not self.is_last_stage:
                 continue
-            to_go = kl_to_go(batch.loss_inputs(), self._kl_kind) if targets.kl_weight and self._kl_kind else None
-            advantages = batch.per_token(targets.advantages[bin.samples])
-            if targets.teacher_weight:
-                advantages = advantages + targets.teacher_weight * teacher_gap(batch.loss_inputs())
-            advantages = token_advantages(advantages, to_go, targets.kl_weight)
             if targets.by_token is not None:
                 mean, scale = targets.by_token
                 advantages = (columns["gae"] - mean) * scale
+            else:
+                to_go = kl_to_go(batch.loss_inputs(), self._kl_kind) if targets.kl_weight and self._kl_kind else None
+                advantages = batch.per_token(targets.advantages[bin.samples])
+                if targets.teacher_weight:
+                    advantages = advantages + targets.teacher_weight * teacher_gap(batch.loss_inputs())
+                advantages = token_advantages(advantages, to_go, targets.kl_weight)
             if targets.turn_credits is not None:
                 turns = columns.get("turns", torch.zeros_like(batch.tokens))
                 advantages = advantages + credit_by_token(targets.turn_credits[bin.samples], batch.segments, turns)

@@ -193,8 +193,10 @@ def check_critic(config: MasterConfig, policy: ModelShape, layout: PolicyLayout,
         check_weights(Path(folder), shape)
         _check_ranks(critic, shape, layout, platform)
         check_optimizer(critic, platform)
-    except (FamilyError, LayoutError, WeightsError) as error:
+    except (FamilyError, LayoutError) as error:
         raise SetupError(f"{key} ({critic.model_name}): {error}") from error
+    except WeightsError as error:
+        raise SetupError(str(error).replace("policy.", "value.")) from error
     return Model(folder, shape, layout, platform)
 
 
@@ -269,6 +271,8 @@ def check_teachers(config: MasterConfig, platform: Platform) -> dict[str, Model]
                 _check_ranks(policy, shape, layout, platform)
         except (FamilyError, LayoutError) as error:
             raise SetupError(f"{key} ({policy.model_name}), laid out by non_colocated_teachers: {error}") from error
+        except WeightsError as error:
+            raise SetupError(str(error).replace("policy.model_name", key)) from error
         divergence = config.on_policy_distillation.divergence
         if divergence.enabled and (divergence.topk_logits_k or 0) > shape.vocab_size:
             raise SetupError(

@@ -131,17 +131,17 @@ def _spawn_ranks(
     """Spawn the ranks of config.policy, whose folder is the model's. `beside`: the ranks on whose devices they are.
     `own`: nodes that they have to themselves; None: the policy's. `images`: samples may have images."""
     critic = None
-    if trains and config.ppo.enabled and model.critic is not None and config.value is not None:
+    if model.critic is not None and config.value is not None:
         critic = config.value.model_copy(update={"model_name": model.critic.folder})
     layout, policy, gpu, pool = model.layout, config.policy, model.gpu, own or policy_pool(config)
     arguments: tuple[Any, ...] = (
         policy, cluster.store, config.grpo.seed, config.cluster.step_timeout_s, reference, config.cluster.platform,
-        build_later, trains, images,
+        build_later, trains, images, critic,
     )  # fmt: skip
     workers = cluster.spawn_group(
         name,
         PolicyWorker,
-        [(*arguments, critic) if critic else arguments] * layout.world_size,
+        [arguments] * layout.world_size,
         cpus=1.0 if gpu else 0.1,
         gpus=1.0 if gpu and not beside else 0.0,
         env=rank_environment(config, layout.world_size, gpu=gpu),

@@ -10,7 +10,6 @@ from grpo_mcore.recipe.schema.grpo import GRPOConfig
 from grpo_mcore.recipe.schema.ppo import PPOConfig
 from grpo_mcore.recipe.yaml_tree import Node
 
-MOVED = {"async_ppo": "async_grpo", "async_grpo": "async_grpo"}
 OF_POLICY_ALONE = ("generation", "router_replay", "refit_buffer_size_gb", "refit_verify", "refit_parity")
 """Keys of `policy` that are not the critic's."""
 NO_EFFECT = ("warmup_generation_lead_steps", "drop_incomplete_targets_on_restore")
@@ -24,7 +23,7 @@ def ppo_layout(tree: Node, problems: list[Problem], notes: list[Problem]) -> Nod
         return tree
     value, own, moved = dict(tree.value), dict(section.value), dict[str, Node]()
     for name in [name for name in own if name not in PPOConfig.model_fields]:
-        target = MOVED.get(name, name)
+        target = "async_grpo" if name == "async_ppo" else name
         if target in GRPOConfig.model_fields:
             node = own.pop(name)
             if name == "async_ppo" and node.is_mapping:

@@ -165,7 +165,7 @@ def _host_memory(load: Workload, device: Device, stage: int) -> Phase:
             parts["updated there"] = host_optimizer_bytes(load, stage)
         away = load.colocated and load.engines_sleep or load.offloads
         if load.grpo and away and load.host_share < 1 and not load.keeps_optimizer:
-            both = [load] if load.beside is None else [load, load.beside]
+            both = [load] if load.critic_on_ranks is None else [load, load.critic_on_ranks]
             parts["optimizer, while engines generate"] = sum(optimizer_bytes(it, stage) for it in both)
         if load.reference and load.adapters is None:
             parts["reference, and weights in its place"] = 2 * weight_bytes(load, stage)
@@ -415,7 +415,7 @@ def policy_memory(load: Workload, device: Device, stage: int) -> StageMemory:
     row = micro_row * (load.logprob_bins if passes else 1)
     base = {"weights": weights, "reserved": device.reserved}
     trained = {"gradients": gradients, "optimizer": optimizer}
-    if (critic := load.beside) is not None:
+    if (critic := load.critic_on_ranks) is not None:
         base["critic's weights"] = weight_bytes(critic, stage)
         trained["critic's gradients"] = gradient_bytes(critic, stage)
         trained["critic's optimizer"] = optimizer_bytes(critic, stage)

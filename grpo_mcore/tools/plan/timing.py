@@ -91,7 +91,7 @@ def step_time(load: Workload, device: Device, engine: EngineMemory, traffic: Ref
         passes = int(load.prev) + int(load.reference)
         if passes:
             phases.append(_pass("log-probs", passes * forward, load, device, bubble, passes, gradients=False))
-    if (critic := load.beside) is not None:  # a pass for the values, then its updates
+    if (critic := load.critic_on_ranks) is not None:  # a pass for the values, then its updates
         of_critic = (forward_flops(critic.shape, [load.mean_length]) - shared) * load.samples
         sweeps = 1 + load.critic_epochs * _sweeps(critic)
         phases.append(_pass("critic", sweeps * of_critic, critic, device, bubble, sweeps, gradients=True))
@@ -272,7 +272,7 @@ def offload_seconds(load: Workload, device: Device, engine: EngineMemory) -> flo
     if device.memory is None or not (sleeps or load.offloads and (load.prev or load.reference)):
         return 0.0
     kept = load.keeps_optimizer
-    models = [load] if load.beside is None else [load, load.beside]
+    models = [load] if load.critic_on_ranks is None else [load, load.critic_on_ranks]
     stages = range(load.layout.pipeline)
     nbytes = 0 if kept else max(sum(optimizer_bytes(it, stage) for it in models) for stage in stages)
     if sleeps and (load.refit_adapters or not load.waits_for_longest):  # paused engines keep their weights

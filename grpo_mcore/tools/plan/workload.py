@@ -167,8 +167,8 @@ class Workload:
     greedy: int = 0  # samples per step that are baselines, and not trained on
 
     @property
-    def beside(self) -> Workload | None:
-        """The critic on the policy's ranks."""
+    def critic_on_ranks(self) -> Workload | None:
+        """The critic's load in the policy's layout."""
         if self.critic is None:
             return None
         return replace(self.critic, layout=self.layout, nodes=self.nodes, gpus_per_node=self.gpus_per_node)

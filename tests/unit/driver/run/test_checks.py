@@ -123,6 +123,25 @@ def test_overrides_that_ranks_would_refuse_are_refused_before_anything_starts(
         checks.check_model(config)
 
 
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["defaults=presets/ppo", "value.model_name={}"], "value.model_name"),
+        (["on_policy_distillation={{enabled: true, teacher_model_by_agent_name: {{it: {}}}}}",
+          "grpo.adv_estimator.name=opd"], "on_policy_distillation.teacher_model_by_agent_name.it"),
+    ],
+)  # fmt: skip
+def test_weights_that_a_critic_or_a_teacher_lacks_are_named_by_its_key(
+    words: list[str], key: str, tmp_path: Path
+) -> None:
+    for name in ("model", "other"):
+        make_tiny_model("qwen3", tmp_path / name)
+    (tmp_path / "other" / "model.safetensors").unlink()
+    overrides = [f"policy.model_name={tmp_path / 'model'}", *(word.format(tmp_path / "other") for word in words)]
+    with pytest.raises(SetupError, match=f"^{key}: {tmp_path / 'other'} contains no .safetensors file"):
+        checks.check_model(load_recipe("grpo-arithmetic-cpu", overrides).config)
+
+
 def test_a_context_beyond_the_models_positions_is_refused_before_engines_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
