@@ -102,7 +102,9 @@ def evaluate_model(config: MasterConfig, name: str, log: SampleLog, logs: Path) 
     prepared = prepare(config.model_copy(update={"data": only}), algorithm="eval")
     tokenizer = prepared.tokenizer
     assert isinstance(prepared.data.train, AllTaskProcessedDataset)
-    prompts = _prompts(prepared.data.train, evaluation.num_prompts)
+    prompts = list(prepared.data.train.usable_rows(evaluation.num_prompts))
+    if not prompts:
+        raise DataError("there is no usable prompt to evaluate on: check data.validation")
     seeds = range(evaluation.seed, evaluation.seed + evaluation.num_seeds)
     questions = {prompt["uid"]: _question(_of_prompt(prompt)) for prompt in prompts}
     missing = {seed: [p for p in prompts if not log.is_scored(name, seed, p["uid"])] for seed in seeds}
@@ -129,14 +131,6 @@ def evaluate_model(config: MasterConfig, name: str, log: SampleLog, logs: Path) 
                 if done % PROGRESS_EVERY == 0 or done == count:
                     logger.info("%s: %d of %d prompts", name, done, count)
     return set(questions)
-
-
-def _prompts(dataset: AllTaskProcessedDataset, limit: int | None) -> list[DatumSpec]:
-    usable = (dataset[index] for index in range(len(dataset)) if dataset.usable(index))
-    prompts = [prompt for prompt, _ in zip(usable, range(len(dataset) if limit is None else limit), strict=False)]
-    if not prompts:
-        raise DataError("there is no usable prompt to evaluate on: check data.validation")
-    return prompts
 
 
 def _of_prompt(prompt: DatumSpec) -> Sample:

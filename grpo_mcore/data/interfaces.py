@@ -61,8 +61,10 @@ class TaskDataSpec:
     system_prompt: str | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.prompt = _read(self.prompt_file, "prompt_file")
-        self.system_prompt = _read(self.system_prompt_file, "system_prompt_file")
+        if self.prompt_file is not None:
+            self.prompt = read_text(self.prompt_file, "prompt_file")
+        if self.system_prompt_file is not None:
+            self.system_prompt = read_text(self.system_prompt_file, "system_prompt_file")
         if self.prompt is not None and "<the problem>" not in self.format_problem("<the problem>"):
             raise DataError(f"prompt_file {self.prompt_file}: no {{}} in it where the problem would go")
 
@@ -92,9 +94,8 @@ TaskDataProcessFnCallable = Callable[[dict[str, Any], TaskDataSpec, Any, int | N
 loss_multiplier 0."""
 
 
-def _read(path: str | None, key: str) -> str | None:
-    if path is None:
-        return None
+def read_text(path: str, key: str) -> str:
+    """Return the text of a file that the recipe names under `key`. Raises DataError."""
     try:
         return Path(path).read_text(encoding="utf-8-sig")  # Windows begins a file with a mark of its encoding
     except OSError as error:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from glob import glob
 from itertools import islice
@@ -201,6 +201,10 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
             self._fingerprint = digest.hexdigest()[:16]
         return self._fingerprint
 
+    def usable_rows(self, limit: int | None = None) -> Iterator[DatumSpec]:
+        """Yield the usable rows, `limit` at most."""
+        return (self[index] for index in islice(filter(self.usable, range(len(self))), limit))
+
     def usable_at_most(self) -> int:
         """Number of usable rows, counting those that are not checked yet."""
         return len(self) - self._state.count(_EXCLUDED)
@@ -297,8 +301,7 @@ class TaskData:
         """Return the first usable rows of each dataset; without `validation` only of those to train on."""
         train = list(self.train.values()) if isinstance(self.train, Mapping) else [self.train]
         datasets = train if self.validation is None or not validation else [*train, self.validation]
-        usable = [islice(filter(dataset.usable, range(len(dataset))), count) for dataset in datasets]
-        return [dataset[index] for dataset, indices in zip(datasets, usable, strict=True) for index in indices]
+        return [row for dataset in datasets for row in dataset.usable_rows(count)]
 
 
 def build_task_data(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.data.interfaces import DataError
+from grpo_mcore.data.interfaces import DataError, read_text
 from grpo_mcore.rollout.tokenizer_file import load_hf_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -134,13 +134,4 @@ def _settings(path: Path) -> dict[str, Any]:
 
 def template_text(chat_template: str) -> str:
     """Return the text of a chat template, given the text or the file that holds it. Raises DataError."""
-    if "{" in chat_template:
-        return chat_template
-    try:
-        return Path(chat_template).read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"chat_template {chat_template}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"chat_template {chat_template}: not UTF-8 text ({error.reason}, byte {error.start})"
-        ) from error
+    return chat_template if "{" in chat_template else read_text(chat_template, "chat_template")

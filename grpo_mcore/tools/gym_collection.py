@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from grpo_mcore.base.text import replaced
-from grpo_mcore.data import AllTaskProcessedDataset, DataError
+from grpo_mcore.data import DataError
 from grpo_mcore.data.gym.files import whole_file
 from grpo_mcore.data.loader import FINGERPRINT_ROWS
 from grpo_mcore.driver.engines.sampling_config import sampling_of, turn_limits
@@ -203,7 +203,7 @@ def collect(
             hooks=RolloutHooks(on_outcome=lambda done: results.update({(done.uid, done.generation_index): done})),
         )
         uids: dict[str, None] = {}
-        prompts = unfinished.missing(_usable(dataset, num_prompts), uids)
+        prompts = unfinished.missing(dataset.usable_rows(num_prompts), uids)
         most = STEPS_IN_FLIGHT * grpo.num_prompts_per_step
         for group in rollouts.each_group(prompts, sampling, generations=count, most=most):
             lines = _lines(
@@ -229,16 +229,6 @@ def collect(
                         write_rollout(collected, line, kept, failed)
         unfinished.is_done = True
     return collected
-
-
-def _usable(dataset: AllTaskProcessedDataset, limit: int | None) -> Iterator[DatumSpec]:
-    count = 0
-    for index in range(len(dataset)):
-        if limit is not None and count >= limit:
-            return
-        if dataset.usable(index):
-            count += 1
-            yield dataset[index]
 
 
 def _lines(
