@@ -144,6 +144,7 @@ class Engine:
         arguments = EngineArgs(**engine_arguments(self.config, port))
         with self._rank_deaths():
             engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+        engine.get_supported_tasks()  # the first request would ask the ranks, on its caller's thread
         # Ray kills Python's resource tracker with a killed engine, which else would remove these names.
         unlink_queue(getattr(engine.model_executor, "rpc_broadcast_mq", None))
         if self.config.ranks > 1:

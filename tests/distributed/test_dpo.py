@@ -82,6 +82,13 @@ def by_transformers(folder: Path, dpo: dict[str, Any]) -> tuple[Reference, float
     return Reference(folder, "", network, logprobs, {n: g.float() for n, g in gradients.items()}), total.item()
 
 
+def assert_close(reference: Reference, results: list[Any], case: LayoutCase) -> None:
+    found = compare(reference, results, case.name, packed=True)
+    assert max(found.logprobs.values()) < LOGPROB_LIMIT
+    gradient, name = max(found.by_layer().values())
+    assert gradient < GRADIENT_LIMIT, f"{name}: relative error {gradient:.2e}"
+
+
 @pytest.mark.parametrize(("family", "case", "dpo"), CASES, ids=[f"{f}-{c.name}-{len(d)}" for f, c, d in CASES])
 def test_loss_and_gradients(
     ranks: RankPool, models: dict[str, Path], family: str, case: LayoutCase, dpo: dict[str, Any]
@@ -91,10 +98,7 @@ def test_loss_and_gradients(
     metrics = combine_metrics([result["metrics"] for result in results])
     assert metrics["num_valid_samples"] == PAIRS
     assert metrics["loss"] == pytest.approx(loss, abs=2e-5), "float32 log-probs of up to 30 tokens"
-    found = compare(reference, results, case.name, packed=True)
-    assert max(found.logprobs.values()) < LOGPROB_LIMIT
-    gradient, name = max(found.by_layer().values())
-    assert gradient < GRADIENT_LIMIT, f"{name}: relative error {gradient:.2e}"
+    assert_close(reference, results, case)
 
 
 def rewards_by_transformers(folder: Path, pairs: bool) -> tuple[Reference, float]:
@@ -126,10 +130,7 @@ def test_a_reward_model(ranks: RankPool, tmp_path: Path, case: LayoutCase, pairs
     reference, loss = rewards_by_transformers(model, pairs)
     results = ranks.run(case.world_size, TARGET, str(model), case, None, pairs)
     assert combine_metrics([result["metrics"] for result in results])["loss"] == pytest.approx(loss, abs=2e-5)
-    found = compare(reference, results, case.name, packed=True)
-    assert max(found.logprobs.values()) < LOGPROB_LIMIT
-    gradient, name = max(found.by_layer().values())
-    assert gradient < GRADIENT_LIMIT, f"{name}: relative error {gradient:.2e}"
+    assert_close(reference, results, case)
 
 
 def test_loss_and_rewards_equal_those_of_trl(ranks: RankPool, tmp_path: Path) -> None:

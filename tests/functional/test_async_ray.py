@@ -147,6 +147,17 @@ def stop_the_engine(samples: Any, *, marker: str) -> Any:
     return samples.rewards
 
 
+def saved_at_sigterm(process: Any, folder: Path, seen: Any, within_s: float) -> int:
+    """Stop a run, and return the step of its only checkpoint, which is its last step."""
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    run = end_of(process, folder, seen)
+    assert run.code == 143 and time.monotonic() - began < within_s, run.err
+    (checkpoint,) = run.checkpoints.glob("step_*")
+    assert checkpoint.name == f"step_{run.metrics()[-1]['step']}"
+    return int(checkpoint.name[5:])
+
+
 @pytest.mark.every_state
 def test_sigterm_while_a_refit_waits_for_a_hanging_engine_saves_every_step(
     tmp_path: Path, task: Task, model: Path, monkeypatch: pytest.MonkeyPatch
@@ -164,14 +175,9 @@ def test_sigterm_while_a_refit_waits_for_a_hanging_engine_saves_every_step(
         seen = read_until_step(process, 1)
         assert marker.exists()
         time.sleep(2.0)  # the refit has begun
-        began = time.monotonic()
-        process.send_signal(signal.SIGTERM)
-        run = end_of(process, tmp_path, seen)
+        assert saved_at_sigterm(process, tmp_path, seen, 3 * GONE_S) == 1  # a refit's own deadline is far later
     finally:
         process.kill()
-    assert run.code == 143 and time.monotonic() - began < 3 * GONE_S, run.err  # a refit's own deadline is far later
-    (checkpoint,) = run.checkpoints.glob("step_*")
-    assert checkpoint.name == "step_1" and run.metrics()[-1]["step"] == 1
     assert living(f"{MARK}={mark}") == []
 
 
@@ -193,12 +199,7 @@ def test_sigterm_while_a_killed_engine_restarts_saves_every_step(
         (logs,) = (tmp_path / "logs").glob("exp_*/workers")
         os.kill(workers_here(logs)["engine-0"].pid, signal.SIGKILL)
         time.sleep(3.0)  # the death is noticed, and its successor takes longer
-        began = time.monotonic()
-        process.send_signal(signal.SIGTERM)
-        run = end_of(process, tmp_path, seen)
+        assert saved_at_sigterm(process, tmp_path, seen, GONE_S) >= 2
     finally:
         process.kill()
-    assert run.code == 143 and time.monotonic() - began < GONE_S
-    (checkpoint,) = run.checkpoints.glob("step_*")
-    assert int(checkpoint.name[5:]) == run.metrics()[-1]["step"] >= 2
     assert living(f"{MARK}={mark}") == []

@@ -31,27 +31,11 @@ def test_a_call_comes_between_two_steps_and_does_not_starve() -> None:
     assert all(inside[index - 1] != "step" for index in calls if index), "never in the middle of a step"
 
 
-def test_no_step_runs_while_generation_is_held() -> None:
-    lock, steps = EngineLock(60.0), []
-    lock.hold(True)
-
-    def generate() -> None:
-        with lock.step():
-            steps.append(1)
-
-    thread = threading.Thread(target=generate)
-    thread.start()
-    with lock.call():
-        time.sleep(0.02)
-    assert not steps
-    lock.hold(False)
-    thread.join(60)
-    assert steps == [1]
-
-
-def test_a_pause_may_last_longer_than_any_refit() -> None:
-    lock, steps = EngineLock(0.05), []
-    lock.pause(True)
+@pytest.mark.parametrize(("how", "timeout_s"), [("hold", 60.0), ("pause", 0.05)])
+def test_no_step_runs_while_generation_is_held(how: str, timeout_s: float) -> None:
+    """A pause may last longer than any refit."""
+    lock, steps = EngineLock(timeout_s), []
+    getattr(lock, how)(True)
 
     def generate() -> None:
         with lock.step():
@@ -61,8 +45,8 @@ def test_a_pause_may_last_longer_than_any_refit() -> None:
     thread.start()
     thread.join(0.2)
     with lock.call():
-        assert thread.is_alive() and lock.paused and not steps
-    lock.pause(False)
+        assert thread.is_alive() and not steps and lock.paused == (how == "pause")
+    getattr(lock, how)(False)
     thread.join(60)
     assert steps == [1]
 

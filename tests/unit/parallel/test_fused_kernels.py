@@ -34,20 +34,17 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @LIMITS
-def test_a_mamba_mixer(monkeypatch: pytest.MonkeyPatch, stand_ins: list[str], dtype: torch.dtype, limit: float) -> None:
-    plain, fused = (mamba_cases.small_mixer(monkeypatch, dtype, fused=fused) for fused in (False, True))
-    row = torch.randn(sum(mamba_cases.LENGTHS), sum(mamba_cases.SHAPE.projected_parts)).to(dtype)
-    expected = values_and_gradients(mamba_cases.run, plain, row)
+@pytest.mark.parametrize(
+    ("cases", "scan"),
+    [(mamba_cases, "mamba_chunk_scan_combined"), (delta_cases, "chunk_gated_delta_rule")],
+    ids=["mamba", "delta"],
+)
+def test_a_mixer(
+    monkeypatch: pytest.MonkeyPatch, stand_ins: list[str], cases: Any, scan: str, dtype: torch.dtype, limit: float
+) -> None:
+    plain, fused = (cases.small_mixer(monkeypatch, dtype, fused=fused) for fused in (False, True))
+    row = cases.projected_row().to(dtype)
+    expected = values_and_gradients(cases.run, plain, row)
     assert not stand_ins
-    assert largest_error(values_and_gradients(mamba_cases.run, fused, row), expected) < limit
-    assert stand_ins == ["causal_conv1d_fn", "mamba_chunk_scan_combined"]
-
-
-@LIMITS
-def test_a_delta_mixer(monkeypatch: pytest.MonkeyPatch, stand_ins: list[str], dtype: torch.dtype, limit: float) -> None:
-    plain, fused = (delta_cases.small_mixer(monkeypatch, dtype, fused=fused) for fused in (False, True))
-    row = delta_cases.projected_row().to(dtype)
-    expected = values_and_gradients(delta_cases.run, plain, row)
-    assert not stand_ins
-    assert largest_error(values_and_gradients(delta_cases.run, fused, row), expected) < limit
-    assert stand_ins == ["causal_conv1d_fn", "chunk_gated_delta_rule"]
+    assert largest_error(values_and_gradients(cases.run, fused, row), expected) < limit
+    assert stand_ins == ["causal_conv1d_fn", scan]

@@ -1,3 +1,5 @@
+import pytest
+
 from grpo_mcore.recipe import load_recipe
 
 FLAT = """\
@@ -94,33 +96,25 @@ def test_a_flat_file_replaces_inherited_datasets(write) -> None:
     assert data.max_input_seq_length == 100
 
 
-def test_flat_validation_data_alone_replaces_only_that(write) -> None:
-    write(NESTED, "nested.yaml")
-    data = load_recipe(write("defaults: nested\n"), ["data.val_data_path=w.jsonl"]).config.data
-    assert data.train[0].data_path == "t.jsonl" and data.validation[0].data_path == "w.jsonl"
-
-
-def test_shared_flat_keys_apply_to_all_datasets(write) -> None:
-    write(NESTED, "nested.yaml")
-    data = load_recipe(write("defaults: nested\ndata: {prompt_file: q.txt, input_key: x}\n")).config.data
-    assert (data.train[0].prompt_file, data.validation[0].prompt_file) == ("q.txt", "q.txt")
-    assert (data.train[0].input_key, data.validation[0].input_key) == ("question", "x")
-
-
-def test_a_nested_file_is_merged_into_an_inherited_flat_one(write) -> None:
-    write(FLAT, "flat.yaml")
-    data = load_recipe(write("defaults: flat\ndata: {validation: {data_path: w.jsonl}}\n")).config.data
-    assert (data.train[0].data_path, data.train[0].input_key) == ("t.jsonl", "question")
-    assert (data.validation[0].data_path, data.validation[0].input_key) == ("w.jsonl", "question")
-    text = "defaults: flat\ndata: {default: {input_key: q2}}\n"
-    assert load_recipe(write(text)).config.data.train[0].input_key == "q2"
-
-
-def test_flat_over_flat_merges_key_by_key(write) -> None:
-    write(FLAT, "flat.yaml")
-    data = load_recipe(write("defaults: flat\n"), ["data.train_data_path=u.jsonl"]).config.data
-    assert (data.train[0].data_path, data.train[0].input_key) == ("u.jsonl", "question")
-    assert data.validation[0].data_path == "v.jsonl"
+@pytest.mark.parametrize(
+    ("inherited", "data", "expected"),
+    [
+        (NESTED, "val_data_path: w.jsonl", "train.data_path=t.jsonl validation.data_path=w.jsonl"),
+        (NESTED, "prompt_file: q.txt, input_key: x",
+         "train.prompt_file=q.txt validation.prompt_file=q.txt train.input_key=question validation.input_key=x"),
+        (FLAT, "validation: {data_path: w.jsonl}", "train.data_path=t.jsonl train.input_key=question "
+         "validation.data_path=w.jsonl validation.input_key=question"),
+        (FLAT, "default: {input_key: q2}", "train.input_key=q2"),
+        (FLAT, "train_data_path: u.jsonl",
+         "train.data_path=u.jsonl train.input_key=question validation.data_path=v.jsonl"),
+    ],
+)  # fmt: skip
+def test_either_layout_changes_what_is_inherited_key_by_key(write, inherited, data, expected) -> None:
+    write(inherited, "inherited.yaml")
+    found = load_recipe(write(f"defaults: inherited\ndata: {{{data}}}\n")).config.data
+    for key, value in (word.split("=") for word in expected.split()):
+        section, name = key.split(".")
+        assert getattr(getattr(found, section)[0], name) == value, key
 
 
 def test_null_is_not_a_dataset(load) -> None:
@@ -148,20 +142,14 @@ def test_problems_name_the_key_as_it_was_written(problems) -> None:
     ]
 
 
-def test_two_layouts_in_one_file(problems) -> None:
+def test_what_is_no_data(problems) -> None:
     assert problems(NESTED + "  train_data_path: x.jsonl\n") == [
         "r.yaml:18: data.train_data_path: use one layout: data.train (r.yaml:4) belongs to the nested one, "
         "this key to the flat one"
     ]
-
-
-def test_an_entry_that_is_not_a_dataset(problems) -> None:
     assert problems("policy: {model_name: m}\ndata:\n  train:\n    - train.jsonl\n    - {data_path: x}\n") == [
         "r.yaml:4: data.train.0: expected a dataset (a mapping of keys) or a list of them, got 'train.jsonl'"
     ]
-
-
-def test_no_data(problems) -> None:
     expected = "data.train: no training dataset; give data.train, or data.dataset_name and data.train_data_path"
     assert problems("policy: {model_name: m}\ndata: {}\n") == [f"r.yaml: {expected}"]
     assert problems("policy: {model_name: m}\ndata:\n  train: []\n") == [f"r.yaml:3: {expected}"]

@@ -139,12 +139,18 @@ def test_a_lost_rank_ends_the_run_and_leaves_no_checkpoint(tmp_path: Path) -> No
     assert world.files() == [] and not world.events
 
 
-def test_it_is_finished_after_an_error_of_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "saved"), [(RuntimeError("loss is not finite"), ["step_1"]), (KeyboardInterrupt(), [])], ids=repr
+)
+def test_it_is_finished_after_an_error_of_the_run_but_not_ctrl_c(
+    tmp_path: Path, error: BaseException, saved: list[str]
+) -> None:
     world = World(tmp_path)
-    with pytest.raises(RuntimeError), world.saves:
+    with pytest.raises(type(error)), world.saves:
         world.start(1)
-        raise RuntimeError("loss is not finite")
-    assert world.files() == ["step_1"] and world.events == ["step_1", "saved 1"]
+        raise error
+    assert world.files() == saved and world.events == saved + ["saved 1"] * len(saved)
+    assert ("waited for" in world.ranks.calls) == bool(saved)
 
 
 def test_it_is_not_finished_after_a_rank_was_lost(tmp_path: Path) -> None:
@@ -155,14 +161,6 @@ def test_it_is_not_finished_after_a_rank_was_lost(tmp_path: Path) -> None:
         raise WorkerFailed("policy-1", "training", "it died")
     assert "the checkpoint under way could not be finished" in raised.value.__notes__[0]
     assert world.files() == [] and not world.events
-
-
-def test_ctrl_c_does_not_wait_for_it(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    with pytest.raises(KeyboardInterrupt), world.saves:
-        world.start(1)
-        raise KeyboardInterrupt
-    assert world.files() == [] and world.ranks.calls == ["start"]
 
 
 def test_it_is_renamed_at_the_end_of_the_run_if_everything_is_written(tmp_path: Path) -> None:

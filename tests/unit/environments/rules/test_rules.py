@@ -284,14 +284,13 @@ def test_a_wrong_component_names_its_key(components: dict[str, Any], message: st
     assert str(error.value).startswith(message)
 
 
-def test_a_class_is_no_reward_function() -> None:
-    """Such as a reward manager of verl's, or a rubric: each sample would get an instance for its reward."""
-    components = {"own": {"type": "function", "path": "collections:OrderedDict"}}
-    with pytest.raises(EnvironmentConfigError, match="is a class, no function; name an instance with __call__"):
-        RuleEnvironment({"components": components})
-
-
-def test_a_function_that_is_not_there_is_an_error_at_the_start() -> None:
-    components = {"own": {"type": "function", "path": f"{FUNCTIONS}:missing"}}
-    with pytest.raises(EnvironmentConfigError, match="cannot import the reward function .*missing"):
-        RuleEnvironment({"components": components})
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [  # Such a class is a reward manager of verl's, or a rubric: each sample would get an instance for its reward.
+        ("collections:OrderedDict", "is a class, no function; name an instance with __call__"),
+        (f"{FUNCTIONS}:missing", "cannot import the reward function .*missing"),
+    ],
+)
+def test_what_is_no_function_is_an_error_at_the_start(path: str, message: str) -> None:
+    with pytest.raises(EnvironmentConfigError, match=message):
+        RuleEnvironment({"components": {"own": {"type": "function", "path": path}}})

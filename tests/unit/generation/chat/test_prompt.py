@@ -41,6 +41,7 @@ def ids(tokenizer: Any, text: str) -> list[int]:
 
 
 USER = {"role": "user", "content": "ab"}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 
 
 def test_a_first_turn_follows_the_template(tokenizer: Any) -> None:
@@ -97,8 +98,7 @@ def test_an_answer_is_kept_where_the_template_requires_its_calls(ended: bool) ->
     prompts = ChatPrompts(tokenizer, ChatConfig("policy", (sampling,)), len(tokenizer))
     asked = ids(tokenizer, "<|start|>user<|message|>ab<|end|><|start|>assistant")
     said = ids(tokenizer, "<|channel|>analysis<|message|>I look" + ("<|call|>" if ended else ""))
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    answer = {"role": "assistant", "content": "look", "tool_calls": [call]}
+    answer = {"role": "assistant", "content": "look", "tool_calls": [CALL]}
     answer |= {"prompt_token_ids": asked, "generation_token_ids": said}
     tool = {"role": "tool", "tool_call_id": "1", "content": "cd"}
     reply = '<|start|>functions.f to=assistant<|channel|>commentary<|message|>"cd"<|end|><|start|>assistant'
@@ -114,17 +114,12 @@ def test_results_are_shown_where_the_template_writes_them_by_their_calls(text: s
     tokenizer = tokenizer_of(GEMMA4_TOOLS, "<end_of_turn>")
     sampling = Sampling(8, stop_token_ids=tuple(tokenizer.convert_tokens_to_ids(["<end_of_turn>", "<|observation|>"])))
     prompts = ChatPrompts(tokenizer, ChatConfig("policy", (sampling,)), len(tokenizer))
-    asked, said = (
-        ids(tokenizer, "<|user|>ab<end_of_turn>\n<|assistant|>"),
-        ids(tokenizer, 'call:f{"x": 1}<|observation|>'),
-    )
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    answer = {"role": "assistant", "content": text, "tool_calls": [call]}
+    asked = ids(tokenizer, "<|user|>ab<end_of_turn>\n<|assistant|>")
+    said = ids(tokenizer, 'call:f{"x": 1}<|observation|>')
+    answer = {"role": "assistant", "content": text, "tool_calls": [CALL]}
     answer |= {"prompt_token_ids": asked, "generation_token_ids": said}
-    found = prompts.turn(request(USER, answer, {"role": "tool", "tool_call_id": "1", "content": "12"}))[
-        0
-    ].token_ids.tolist()
-    assert found == [*asked, *said, *ids(tokenizer, "1=12<|end|>")]
+    turn, *_ = prompts.turn(request(USER, answer, {"role": "tool", "tool_call_id": "1", "content": "12"}))
+    assert turn.token_ids.tolist() == [*asked, *said, *ids(tokenizer, "1=12<|end|>")]
 
 
 def test_a_thought_that_a_later_question_hides_does_not_cost_the_tokens() -> None:
@@ -140,8 +135,7 @@ def test_a_thought_that_a_later_question_hides_does_not_cost_the_tokens() -> Non
     )
     there = tokenizer_of(template)
     asked, said = ids(there, "<|user|>ab<eos><|assistant|>"), ids(there, '(so)f{"x": 1}<eos>')
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    answer = {"role": "assistant", "content": None, "reasoning_content": "so", "tool_calls": [call]}
+    answer = {"role": "assistant", "content": None, "reasoning_content": "so", "tool_calls": [CALL]}
     answer |= {"prompt_token_ids": asked, "generation_token_ids": said}
     result = {"role": "tool", "tool_call_id": "1", "content": "12"}
     found = prompts(there, vocab_size=len(there)).turn(request(USER, answer, result, USER))[0].token_ids.tolist()

@@ -41,6 +41,10 @@ def small_mixer(
     return mixer
 
 
+def projected_row() -> torch.Tensor:
+    return torch.randn(sum(LENGTHS), sum(SHAPE.projected_parts))
+
+
 def run(mixer: MambaMixer, row: torch.Tensor) -> torch.Tensor:
     packed: Any = SimpleNamespace(ends=offsets().to(row.device), context_group=None, whole=None, key_order=None)
     return mixer(row[:, None], packed_seq_params=packed)[0][:, 0]

@@ -11,6 +11,7 @@ from grpo_mcore.parallel.platform import Platform
 prepare_megatron(Platform.detect())
 
 from grpo_mcore.parallel.layers.mamba import MambaMixer, scan  # noqa: E402
+from tests.unit.parallel.layers import mamba_cases  # noqa: E402
 from tests.unit.parallel.layers.mamba_cases import LENGTHS, SHAPE, offsets, recurrence, relative_error, run, small_mixer  # noqa: E402
 
 
@@ -68,7 +69,7 @@ def test_the_number_of_operators_does_not_depend_on_the_row(length: int) -> None
 def test_the_mixer_equals_the_formula_in_float64(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, limit: float
 ) -> None:
-    mixer, row = small_mixer(monkeypatch, dtype), torch.randn(sum(LENGTHS), sum(SHAPE.projected_parts)).to(dtype)
+    mixer, row = small_mixer(monkeypatch, dtype), mamba_cases.projected_row().to(dtype)
     found = run(mixer, row)
     expected = torch.cat([reference(mixer, part) for part in row.double().split(LENGTHS)])
     assert relative_error(found, expected) < limit
@@ -102,7 +103,7 @@ def test_time_steps_equal_vllms(monkeypatch: pytest.MonkeyPatch, dtype: torch.dt
 def test_the_mixer_equals_vllms_operators(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, limit: float) -> None:
     from vllm.model_executor.layers.mamba.ops.cpu.mamba_ssm import _mamba_chunk_scan_combined_fwd_cpu
 
-    mixer, row = small_mixer(monkeypatch, dtype), torch.randn(sum(LENGTHS), sum(SHAPE.projected_parts)).to(dtype)
+    mixer, row = small_mixer(monkeypatch, dtype), mamba_cases.projected_row().to(dtype)
     gate, convolved, dt = row.split([SHAPE.inner, SHAPE.convolved, SHAPE.heads], -1)
     parts = [torch.nn.functional.silu(convolve(mixer, part)).to(dtype) for part in convolved.float().split(LENGTHS)]
     x, b, c = torch.cat(parts).split(SHAPE.convolved_parts, -1)
