@@ -20,6 +20,7 @@ from grpo_mcore.environments.math.statement import (
     alternatives,
     is_doubtful,
     last_statement,
+    says,
     stated_formula,
 )
 from grpo_mcore.environments.math.units import split_unit
@@ -53,7 +54,9 @@ _TUPLE_EQUATION = re.compile(r"\(([a-zA-Z,\s]+)\)\s*=\s*\(([^()=]+)\)")
 _ASSIGNMENT = re.compile(r"([a-zA-Z])\s*=\s*([^=()\[\]<>]+)")
 _NEXT = re.compile(r"(?:[,;\s]|\\[ ,;:]|\\q?quad(?![a-zA-Z])|\band\b)+(?=[a-zA-Z]\s*=)")
 _IN_ONE_UNKNOWN = re.compile(r"(?=.*\d|-)[\d\s+*/^{}().-]*([a-z])(?:[\d\s+*/^{}().-]|\1)*")
-_NAME = re.compile(r"\s*\\?[a-zA-Z]\w*'*\s*(?:_\s*\{?\w+\}?)?\s*(?:\([^()]*\))?\s*$|\\(?:sum|prod|int|lim)(?![a-z])")
+_NAME = re.compile(
+    r"\s*(?:m?\s*\\angle\s*)?\\?[a-zA-Z]\w*'*\s*(?:_\s*\{?\w+\}?)?\s*(?:\([^()]*\))?\s*$|\\(?:sum|prod|int|lim)(?![a-z])"
+)
 
 
 def hf_math_verify(response: str, ground_truth: str) -> tuple[bool, str | None]:
@@ -65,13 +68,14 @@ def hf_math_verify(response: str, ground_truth: str) -> tuple[bool, str | None]:
     gold = stated_formula(gold_statement) or normalized(gold_statement.text)
     if not gold:
         raise ValueError(f"the ground truth {ground_truth!r} is not a mathematical expression")
-    statement = last_statement(plain_characters(response))
+    response = plain_characters(response)
+    statement = last_statement(response, 1 if re.search(r"[()\[\]{]", gold) else gold.count(",") + 1)
     answer = stated_formula(statement)
     is_same_text = _compact(normalized(statement.text)) == _compact(gold)
     if is_same_text and not (ORDINAL.search(statement.text) and statement.kind != "box"):
         answer = gold  # "at least 5" is right where it is the ground truth
     elif statement.kind == "text" and not re.search(r"[\d\\]", answer or ""):
-        answer = None
+        answer = gold if _WORDS.fullmatch(gold) and says(response, gold) else None
     shown = statement.text if statement.kind == "box" else answer
     return answer is not None and is_right(answer, gold), shown
 
@@ -130,6 +134,8 @@ def _alternatives(answer: str, gold: str) -> bool | None:
     are_words = any(map(_WORDS.fullmatch, offered))
     if len(offered) > 1 and len(gold_parts) == 1 and (are_words or not re.search(r",|;|\\pm|\\cup|\\\{", gold)):
         return all(is_right(part, gold) for part in offered)
+    if len(offered) > 1 and re.fullmatch(r"[(\[].*[)\]]", gold):  # neither point nor interval
+        return False
     if len(offered) > 1 or len(gold_parts) > 1:
         return _equal(_parsed(", ".join(gold_parts)), _parsed(", ".join(offered)))
     return None
@@ -187,7 +193,8 @@ def _formulas(answer: str, gold: str) -> bool | None:
         return Decimal(number) == Decimal(gold_number)
     sides = [side.strip() for side in _EQUALS.split(answer)]
     if len(sides) > 1 and not _EQUALS.search(gold):
-        if any(_IN_ONE_UNKNOWN.fullmatch(side) and not _NAME.fullmatch(side) for side in sides[:-1]):
+        unknown = [side for side in sides[:-1] if _IN_ONE_UNKNOWN.fullmatch(side) and not _NAME.fullmatch(side)]
+        if not all(_equal(_parsed(side), _parsed(sides[-1])) for side in unknown):
             return False  # 2x = 36 does not state 36
     if _equal(_parsed(gold), _parsed(answer)):
         return _sides_agree(answer)
@@ -197,8 +204,9 @@ def _formulas(answer: str, gold: str) -> bool | None:
         sides = sides[::-1]
     if len(sides) == 1 or _EQUALS.search(gold) or "," in re.sub(r"\([^()]*\)", "", answer) or not _sides_agree(answer):
         return False
-    are_names_or_numbers = all(_NAME.match(side) or _value(side) is not None for side in sides[:-1])
-    return are_names_or_numbers and is_right(sides[-1], gold)
+    last = _parsed(sides[-1])
+    are_equal = all(_NAME.match(side) or _value(side) is not None or _equal(last, _parsed(side)) for side in sides[:-1])
+    return are_equal and is_right(sides[-1], gold)
 
 
 _RULES: list[Callable[[str, str], bool | None]] = [

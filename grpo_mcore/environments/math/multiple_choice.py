@@ -85,7 +85,7 @@ def _patterns(words: str, letters: str, article: str = "") -> _Patterns:
     letter = (
         rf"(?:(?:{names}{_LABELS}{_SIGN}|{_HEADING}){_OPENING}(?P<letter>[{letters}])|"
         rf"{names}{_LABELS}{_AFTER_IS}{article}{_OPENING}(?P<capital>{lone}))"
-        rf"{_ALONE}{_CLOSING}(?![^\W{_CJK}])"
+        rf"{_ALONE}{_CLOSING}(?:(?<=\))(?=\d)|(?![^\W{_CJK}]))"
         rf"(?:(?P<several>{_OTHER}[{letters}]{_ALONE}{_CLOSING}(?!\s+\w)|[\s!]*[?？]|{_DENIED}|{lines}|"
         rf"(?:\.[ \t]*{lone}{_ALONE})+\.?[ \t]*(?:\n|\Z))|"
         rf"(?P<word>(?<![)\]）】}}>*])[ \t]+(?!(?:{'|'.join(_BECAUSE.split())}|{_IS_RIGHT}|and not)\b)[^\W{_CJK}]))?"
@@ -97,10 +97,10 @@ def _patterns(words: str, letters: str, article: str = "") -> _Patterns:
 _ENGLISH = _patterns(_WORDS["en"], "".join(_SCRIPTS[:2]))
 _ANY_LANGUAGE = _patterns(" ".join(_WORDS.values()), "".join(_LETTER), _ARTICLE)
 _CORRECT = r"(?:is|are)\s+(?:the\s+|my\s+)?(?i:correct|right|best|true|answer|one|only)\b"
-_AT_END = rf"(?!\w|['’]\w|-\w){_CLOSING}\s*(?:$|[,;:!]|\.(?![\w.])|\b(?:{'|'.join(_BECAUSE.split())})\b|{_CORRECT})"
+_AT_END = rf"(?!\w|['’]\w|-\w){_CLOSING}\s*(?:$|[,;:!。，]|\.(?![\w.])|\b(?:{'|'.join(_BECAUSE.split())})\b|{_CORRECT})"
 _PICKED = re.compile(
     rf"(?:\b(?i:answer|ans\.?|option|choice|letter)\s*[:：]?\s+|\b(?i:choose|pick|select|say|go(?:ing)? with|it['’]?s|"
-    rf"it is|must be|should be|leaves|so|therefore|thus|hence)[\s,:]+|"
+    rf"it is|must be|should be|leaves|so|therefore|thus|hence)[\s,:]+|(?<![不别])[选選][择擇]?\s*|"
     rf"\b(?i:option|choice|letter|answer|solution|statement|response|pick|one)\b[^.\n]{{0,30}}\bis\s+)"
     rf"(?i:(?:the )?(?:option|choice|letter)\s+)?{_OPENING}(?P<letter>[{_LATIN}]){_AT_END}"
     rf"|(?<!\w)\((?P<labelled>[{_LATIN}])\){_CLOSING}\s+{_CORRECT}"

@@ -21,7 +21,7 @@ _SIGNS = str.maketrans({
     **dict.fromkeys("\u2212\ufe63\u2011\u2010", "-"), **dict.fromkeys("÷∕⁄", "/"), **dict.fromkeys("·⋅", r"\cdot "),
     **dict.fromkeys("°º", r"^\circ "), **dict.fromkeys("′’", "'"), "×": r"\times ", "π": r"\pi ", "∞": r"\infty ",
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∅": r"\emptyset ", "±": r"\pm ", "∪": r"\cup ",
-    "∩": r"\cap ", "∈": r"\in ", "٪": "%", "٫": ".", "٬": ",", "。": ".", "、": ", ", "，": ", ",
+    "∩": r"\cap ", "∈": r"\in ", "∠": r"\angle ", "٪": "%", "٫": ".", "٬": ",", "。": ".", "、": ", ", "，": ", ",
 })  # fmt: skip
 INVISIBLE = dict.fromkeys(
     [*range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x2070), 0x00AD, 0x061C, 0xFEFF, 0x180E], ""
@@ -125,6 +125,9 @@ def _system(match: Match) -> str:
 
 
 CHARACTERS: list[Spelling] = [
+    (r"</?(?:b|strong|i|em|u|p|div|span|center)>", "", "<b>5</b>", "5"),
+    (r"\A(?!.*\b(?:the|is|of|and)\b)(?=.*(?:€|\b(?i:euros?|d(?:er|ie|as)|ist|les?|est|el|es|il|è|é|ответ)\b)).*",
+     lambda match: re.sub(r"(?<![\d.,(\[{])(\d+),(\d\d?)(?![\d,)\]}])", r"\1.\2", match[0]), "è 2,5", "è 2.5"),
     (r"```\w*\n?", "", "```\n18\n```", "18\n"),
     (r"<\|begin_of_box\|>(.*?)<\|end_of_box\|>", r"\\boxed{\1}", "<|begin_of_box|>5<|end_of_box|>", r"\boxed{5}"),
     (r"([\x08\x0c\t])(?=(?:rac|inom|frac|ext|imes|heta|ar|oxed)(?:\s*\{|\s*[\d\\]))",
@@ -138,8 +141,9 @@ CHARACTERS: list[Spelling] = [
 
 FORMULAS: list[Spelling] = [
     # What surrounds a formula.
+    (r"(?<!\\)\$(?=\d[^$\\]*\s[a-z]{4,}\s[^$\\]*\$\d)", r"\\$", "$5 more than $4", r"\$5 more than $4"),
     (r"(?<!\\)\$\$?([^$]*[^$\\])\$\$?", r"\1", "$5$ cm", "5 cm"),
-    (r"(?<![\w)}])(\*\*|__|`)(.+?)\1(?![\w(-])", r"\2", "**5**", "5"),
+    (r"(?<![\w)}*])(\*\*|__|[`*_])(?=\S)([^*]*?\S)\1(?![\w(*-])", r"\2", "**5**", "5"),
     (_TEXT, _flat, r"\textbf{\text{5}}", "5"),
     (r"\\(?:text)?color\s*\{[^{}]*\}\s*(?:\{" + _INSIDE + r"\})?", r"\1", r"\textcolor{red}{5}", "5"),
     (r"\\(?:left|right)(?=\s*[\[\](){}|.\\])|\\(?:(?:display|text|script)style|[bB]ig[lr]?|large|Large|LARGE|huge|Huge|"
@@ -162,6 +166,8 @@ FORMULAS: list[Spelling] = [
     # Numbers.
     (rf"(?<![\d.,])(\d{{1,3}})((?:(?:{_SPACE}+|,\\!|\{{,\}}(?:\\!)?|'(?=\d{{3}}(?!\d)))\d{{3}})+)(?!\d)",
      lambda match: match[1] + re.sub(r"\D", "", match[2]), r"1{,}000\,000", "1000000"),
+    (r"(?:(?<=[-+*/=$])|(?<=[-+*/=$] )|(?=[\d,]+\s*[-+*/=]))(?<![\d.,])(\d{1,3}(?:,\d{3})+)(?![\d,])",
+     lambda match: match[1].replace(",", ""), "1,000+500=1,500", "1000+500=1500"),
     (r"(?<=\d)\{[.,]\}(?=\d)", ".", "3{,}14", "3.14"),
     (r"(?<![\d.])(-?)(\d*)\.(\d*)\s*(?:\\(?:overline|bar|overset\{[^{}]*\})\s*(?:\{(\d+)\}|(\d))|"
      r"\((\d+)\)(?![\d(^])|((?:\\dot\s*(?:\{\d\}|\d))\d*(?:\\dot\s*(?:\{\d\}|\d))?)|(\d)[\u0305\u0304])",
@@ -171,6 +177,7 @@ FORMULAS: list[Spelling] = [
     (rf"(?<![\w.])(\d+(?:\.\d+)?){_SPACE}*(?i:(hundred|thousand|million|billion|trillion)\b|([{_CJK_SCALES}]))",
      _scaled, "2.5 million", "2500000"),
     (rf"(?<![\w-])(?i:{_NUMBER})(?!\w|-(?!(?:{_PART})\b))", _spelled_number, "two thousand and one", "2001"),
+    (r"\bper cent\b", "percent", "5 per cent", "5 percent"),
     (r"\b(?i:(?:an?\s|1[\s-])?half)\b", "1/2", "one-half", "1/2"),
     (rf"(?<![\w.])(\d+|an?)[\s-](?i:({_PART}))\b", _spelled_fraction, "three quarters", "3/4"),
     (r"\b(?i:negative|minus)\s(?=[\d.\\(]|[a-z]\b)|(?:负|マイナス)\s*(?=\d)", "-", "negative seven", "-7"),
@@ -187,6 +194,7 @@ FORMULAS: list[Spelling] = [
     (r"(?<!\S)(\S+) \(\1\)$", r"\1", "fifteen (15)", "15"),
     # Operators and names as calculators and programs write them.
     (r"(?<=[\w)}])\*\*(?=[\w(-])", "^", "x**2", "x^2"),
+    (r"(?<=\d) [xX] (?=\$?\d)", r" \\times ", "2 x 3", r"2 \times 3"),
     (r"\^\s*-\s*(\d+|[a-zA-Z](?![a-zA-Z]))", r"^{-\1}", "x^-4", "x^{-4}"),
     (r"(?<![\w.^/_*)}])(-?\d+(?:\.\d+)?)\s*(?:(?:[xX*]|\\times|\\cdot)\s*10\s*\^\s*(?:\{\s*([+-]?\d+)\s*\}|(\d+))"
      r"(?![\d^!])|[eE]([+-]?\d+)(?![\w.]))", _scientific, "6.02 x 10^3", "6020"),

@@ -12,7 +12,7 @@ gal gallon | ms millisecond | s sec second | min minute | h hr hrs hour | day | 
 degree deg | °C Celsius celsius | °F Fahrenheit fahrenheit | K Kelvin kelvin | cent ¢ | $ \\$ dollar USD usd | £ GBP
 € euro EUR | ¥ yen JPY yuan RMB 元 | ₹ rupee INR Rs Rs. | % \\% percent percentage pct | mph | N newton | W watt
 J joule | kJ kilojoule | kW kilowatt | V volt | A amp ampere | Hz hertz | Pa pascal | mol mole
-kPa | C coulomb | T tesla | eV | MeV | nm nanometer | atm
+mpg | rpm | kPa | C coulomb | T tesla | eV | MeV | nm nanometer | atm
 毫米=mm 厘米=cm см=cm 分米=dm 米=m м=m 千米=km 公里=km км=km 克=g 千克=kg 公斤=kg 吨=t 毫升=ml 升=L 秒=s 分钟=min 小时=h
 度=degree 平方厘米=cm^2 平方米=m^2 平方千米=km^2 立方厘米=cm^3 立方米=m^3
 """
