@@ -46,9 +46,9 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "verifiers_task"
 PLAYED = {
     "chat": ["", "forgets", "changes the answer", "retries", "another model"],
     "messages": ["", "streams", "forgets"],
-    "responses": ["", "streams"],
+    "responses": ["", "streams", "asks again"],
 }
-"""Behaviours by dialect, of three turns each."""
+"""Behaviours by dialect, of three turns each; "asks again" has up to six."""
 HANGS = {
     "hang set-up": ("set-up: timeout", None),
     "hang play": ("play: timeout", 1.0),
@@ -119,7 +119,7 @@ def test_the_policy_agrees_with_the_engine_on_every_token(played: Played) -> Non
     [line] = played.run.metrics()
     assert line["sequence_mult_prob_error_max"] == pytest.approx(1.0, abs=1e-5)
     assert line["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-6)
-    assert line["turns_max"] == 3 and line["grad_norm"] > 0
+    assert 3 <= line["turns_max"] <= 6 and line["grad_norm"] > 0
 
 
 @pytest.mark.parametrize(
@@ -154,6 +154,19 @@ def test_a_request_that_is_repeated_is_trained_once(played: Played) -> None:
         assert sample.turns == 3 and sample.ref.branches == (), score.reason
     reasons = [score.reason for _, score in played.samples["chat", "retries"]]
     assert any(reason.endswith(" answers that the agent did not use are left out") for reason in reasons), reasons
+
+
+def test_an_agent_that_only_asks_again_behind_a_cut_answer_is_stopped_and_trained_as_cut(played: Played) -> None:
+    stopped = 0
+    for sample, score in played.samples["responses", "asks again"]:
+        generated = [turn.token_ids for turn in sample.ref.turns if turn.loss_mask]
+        cut = [ids[-1] != played.tokenizer.eos_token_id for ids in generated]
+        twice = [index for index in range(1, len(cut)) if cut[index - 1] and cut[index]]
+        assert twice == [len(cut) - 1] or (not twice and len(cut) == 6), "it ends there"
+        assert sample.ref.branches == () and score.reward is not None and sample.truncated == cut[-1]
+        assert score.reason == f"{'max_output_tokens' if twice else 'agent_completed'}, {len(cut)} turns"
+        stopped += bool(twice)
+    assert stopped
 
 
 def test_another_model_and_other_sampling_are_the_policys(played: Played) -> None:
@@ -237,22 +250,24 @@ def test_tasks_that_are_not_there(
 
 
 class ShellEngines(Engines):
-    """Engines with real prompts, whose policy looks around with Codex's shell twice, and then ends."""
+    """Engines with real prompts, whose policy looks around with Codex's shell twice, and then ends, or is `cut`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, cut: bool) -> None:
         super().__init__()
         make_tokenizer(folder, string.printable)
         tokenizer = load_tokenizer(str(folder))
         call = '<tool_call>{"name": "exec_command", "arguments": {"cmd": "echo so"}}</tool_call>'
-        answers = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in (call, call, "done")]
+        answers = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in (call, call, "done", "done")]
         self.asked = list[list[int]]()
 
         def generate(requests: list[GenerationRequest], sampling: Sampling) -> Iterator[Trajectory]:
             (turn,), ids = requests[0].prompt, torch.tensor(answers[len(self.asked)])
+            is_cut = cut and len(self.asked) >= 2
+            ids = ids[:-1] if is_cut else ids
             self.asked.append([*turn.token_ids.tolist(), *ids.tolist()])
             said = Turn("assistant", ids, torch.full((len(ids),), -0.5), True)
-            spans = ((4, 0, len(turn) + len(ids)),)
-            yield Trajectory("chat", 0, (turn, said), spans, "stop", False, tokenizer.eos_token_id)
+            spans, stop = ((4, 0, len(turn) + len(ids)),), None if is_cut else tokenizer.eos_token_id
+            yield Trajectory("chat", 0, (turn, said), spans, "length" if is_cut else "stop", is_cut, stop)
 
         config = ChatConfig("policy", (Sampling(200),), tool_parser="hermes")
         self.chat = EngineChat(config, tokenizer, generate, max_model_len=10**6, vocab_size=len(tokenizer))
@@ -267,9 +282,13 @@ class ShellEngines(Engines):
     not shutil.which("uv") or not [*Path("/var/tmp").glob("vf-codex-*/.ready")],
     reason="needs uv, and Codex as verifiers installs it",
 )
-def test_codex_is_trained_on_the_tokens_that_the_engine_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cut", [False, True])
+def test_codex_is_trained_on_the_tokens_that_the_engine_saw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: bool
+) -> None:
+    """Codex takes an answer that was cut for a connection that broke, and asks again."""
     monkeypatch.syspath_prepend(str(PLUGINS))
-    engines = ShellEngines(tmp_path)
+    engines = ShellEngines(tmp_path, cut=cut)
     endpoint = Endpoint(engines, model="policy", token="secret", host="127.0.0.1", reads_calls=True)
     codex = VerifiersEnvironment({"verifiers": {"environment": "counting_world", "harness": "codex_here"}})
     [task] = _tasks("counting_world", {})
@@ -278,7 +297,8 @@ def test_codex_is_trained_on_the_tokens_that_the_engine_saw(tmp_path: Path, monk
     codex.shutdown()
     endpoint.close()
     assert outcome.trajectory is not None and outcome.trajectory.branches == (), outcome.score.reason
-    assert len(engines.asked) == 3 and outcome.trajectory.token_ids().tolist() == engines.asked[-1]
+    assert len(engines.asked) == 3 + cut and outcome.trajectory.token_ids().tolist() == engines.asked[-1]
+    assert outcome.trajectory.truncated == cut and outcome.score.reward is not None
     assert outcome.trajectory.weight_versions == ((4, 0, len(engines.asked[-1])),)
 
 

@@ -55,7 +55,7 @@ def ask(messages):
     return answer["output"] if dialect == "responses" else answer["choices"][0]["message"]["content"]
 
 
-for turn in range(int(turns)):
+for turn in range(6 if behave == "asks again" else int(turns)):
     if turn == 1 and behave == "hang play":
         time.sleep(3600)
     if behave == "slow":
@@ -69,6 +69,8 @@ for turn in range(int(turns)):
         said.append({"role": "assistant", "content": "not what it said"})
     else:
         said += answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
+    if behave == "asks again":  # as Codex does behind an answer that was cut
+        continue
     said.append({"role": "user", "content": "turn %d: go on" % turn})
 """
 

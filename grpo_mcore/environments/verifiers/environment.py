@@ -123,13 +123,22 @@ class VerifiersEnvironment(AgentEnvironment):
     ) -> Any:
         """Play one episode, whose `traces` are there as soon as they begin, by id(). Raises AgentFailure for one that
         exceeds a deadline which verifiers does not hold itself, such as that of a runtime's start."""
-        from verifiers.v1 import EvalClientConfig, ModelContext, SamplingConfig
+        from verifiers.v1 import AssistantMessage, EvalClientConfig, ModelContext, SamplingConfig, Trace
+
+        def max_output_tokens(trace: Trace) -> bool:
+            """Whether the last two answers were cut, with no word between them: the agent only asks again. Codex does
+            so five times, as it takes a cut answer for a connection that broke, and fails. Stopped by this name, it is
+            scored as it stands, and counts as truncated."""
+            cut = [call.node for call in trace.calls[-2:] if call.finish_reason == "length" and call.node is not None]
+            before = trace.nodes[cut[1]].parent if len(cut) == 2 else None
+            return before is not None and isinstance(trace.nodes[before].message, AssistantMessage)
 
         os.environ[TOKEN_VARIABLE] = endpoint.token
         task_class = type(self._env.taskset).task_type()
         task = task_class(task_class.data_type().model_validate(request.task), self._env.config.taskset.task)
-        mark, variables = self._reaper.variables[MARKER], task.runtime_env
+        mark, variables, hooks = self._reaper.variables[MARKER], task.runtime_env, task.hooks
         task.runtime_env = lambda: {**variables(), MARKER: mark}
+        task.hooks = lambda kind: [*hooks(kind), *([max_output_tokens] if kind == "stop" else [])]
         client = EvalClientConfig(base_url=f"{endpoint.url}/v1", api_key_var=TOKEN_VARIABLE)
         drawn = SamplingConfig(temperature=sampling.temperature, top_p=sampling.top_p, seed=request.seed)
         context, limits = ModelContext(endpoint.model, client, drawn), self.config.stage_limits()
