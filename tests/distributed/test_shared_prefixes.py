@@ -1,6 +1,7 @@
 """Rows whose samples share prefixes against the same rows computed whole: log-probs and gradients."""
 
-from typing import Any
+import functools
+from collections.abc import Callable
 
 import pytest
 
@@ -30,17 +31,10 @@ ALIKE += [(family, layout) for family in FAMILIES for layout in ("TP1", "CP2") i
     + [pytest.param(*each, "", marks=pytest.mark.every_state) for each in ALIKE],
 )
 def test_logprobs_and_gradients_equal_the_unshared_run(
-    ranks: RankPool,
-    tmp_path_factory: pytest.TempPathFactory,
-    models: dict[str, str],
-    family: str,
-    layout: str,
-    how: str,
+    ranks: RankPool, model_of: Callable[[str], str], family: str, layout: str, how: str
 ) -> None:
-    if family not in models:
-        models[family] = str(make_tiny_model(family, tmp_path_factory.mktemp(family)))
     case, target = CASES[layout], "tests.distributed.prefix_cases:compare_with_unshared"
-    results = ranks.run(case.world_size, target, models[family], case, how)
+    results = ranks.run(case.world_size, target, model_of(family), case, how)
     for result in results:
         assert result["computed"] < 0.6 or case.data > 1
         assert result["logprobs"] < 1e-5
@@ -48,20 +42,17 @@ def test_logprobs_and_gradients_equal_the_unshared_run(
         assert error < 1e-4 and result["norm"] > 1e-4, f"{name}: relative error {error:.2e}"
 
 
-def test_random_trees_equal_the_unshared_run(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = make_tiny_model("qwen3", tmp_path_factory.mktemp("qwen3"))
-    (shares,) = ranks.run(1, "tests.distributed.prefix_cases:try_random_trees", str(folder), CASES["TP1"])
+def test_random_trees_equal_the_unshared_run(ranks: RankPool, model_of: Callable[[str], str]) -> None:
+    (shares,) = ranks.run(1, "tests.distributed.prefix_cases:try_random_trees", model_of("qwen3"), CASES["TP1"])
     assert shares > 10
 
 
 @pytest.mark.parametrize(("family", "layout"), [("qwen3", "TP2-SPxCP2"), ("nemotron_h_moe", "TP1")])
 def test_branches_of_a_sample_are_computed_like_samples(
-    ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, models: dict[str, str], family: str, layout: str
+    ranks: RankPool, model_of: Callable[[str], str], family: str, layout: str
 ) -> None:
-    if family not in models:
-        models[family] = str(make_tiny_model(family, tmp_path_factory.mktemp(family)))
     target = "tests.distributed.prefix_cases:compare_branches"
-    for result in ranks.run(CASES[layout].world_size, target, models[family], CASES[layout]):
+    for result in ranks.run(CASES[layout].world_size, target, model_of(family), CASES[layout]):
         assert result["apart log-probs"] == 0 and result["shared log-probs"] < 1e-5
         assert result["apart gradients"] < 1e-6 and result["shared gradients"] < 1e-4
 
@@ -79,30 +70,22 @@ def test_branches_of_a_sample_are_computed_like_samples(
     ],
 )
 def test_samples_longer_than_a_bin_are_computed_like_their_branches(
-    ranks: RankPool,
-    tmp_path_factory: pytest.TempPathFactory,
-    models: dict[str, str],
-    family: str,
-    layout: str,
-    how: str,
+    ranks: RankPool, model_of: Callable[[str], str], family: str, layout: str, how: str
 ) -> None:
-    if family not in models:
-        models[family] = str(make_tiny_model(family, tmp_path_factory.mktemp(family)))
     target, case = "tests.distributed.prefix_cases:compare_long_samples", CASES[layout]
-    for result in ranks.run(case.world_size, target, models[family], case, how):
+    for result in ranks.run(case.world_size, target, model_of(family), case, how):
         assert result["bins"] > 4 and result["ranks"] == case.data and result["norm"] > 1e-4 and result["shared"]
         for way, (error, name) in result["errors"].items():
             assert error < 1e-4, f"{way}, {name}: relative error {error:.2e}"
 
 
-def test_a_branch_is_not_seen_by_another(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = make_tiny_model("qwen3", tmp_path_factory.mktemp("qwen3"))
+def test_a_branch_is_not_seen_by_another(ranks: RankPool, model_of: Callable[[str], str]) -> None:
     target = "tests.distributed.prefix_cases:change_one_branch"
-    for result in ranks.run(2, target, str(folder), CASES["TP2-SP"]):
+    for result in ranks.run(2, target, model_of("qwen3"), CASES["TP2-SP"]):
         assert result == [True, False, True, True, True, True]
 
 
 @pytest.fixture(scope="module")
-def models() -> dict[str, Any]:
-    """Folders of the models made so far, by family."""
-    return {}
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Return the folder of a family's model, which is made once."""
+    return functools.cache(lambda family: str(make_tiny_model(family, tmp_path_factory.mktemp(family))))

@@ -85,6 +85,19 @@ def test_the_schedules_of_policy_and_critic_advance_once_a_step(skips: bool) -> 
     assert advanced == ["policy", "critic"]
 
 
+def worker_of(kept: list[Trajectory], **config: Any) -> PolicyWorker:
+    """Return a worker that is not built, which receives these samples by their number."""
+    worker = object.__new__(PolicyWorker)
+    worker.config, worker.is_last_stage = PolicyConfig.model_validate({"model_name": "tiny"} | config), True
+    worker.layout = SimpleNamespace(tensor=1, sequence_parallel=False)  # type: ignore[assignment]
+    worker._store = SimpleNamespace(fetch_many=lambda refs: [kept[ref] for ref in refs])  # type: ignore[assignment]
+    return worker
+
+
+def turn(size: int, flag: str = "", generated: bool = True) -> Turn:
+    return Turn("x", torch.arange(size), torch.zeros(size) if generated else None, generated, flag=flag)
+
+
 @pytest.mark.parametrize(("shares", "block", "new_tokens"), [(True, 32, 6), (True, 64, 38), (False, 32, None)])
 def test_samples_share_prefixes_if_their_step_was_planned_for_it(
     shares: bool, block: int, new_tokens: int | None
@@ -92,27 +105,16 @@ def test_samples_share_prefixes_if_their_step_was_planned_for_it(
     start = torch.arange(100)
     turns = [Turn("user", torch.cat([start, start[: i + 1]])) for i in (0, 1)]
     kept = [Trajectory("a", i, (turn,), (), "stop", truncated=False) for i, turn in enumerate(turns)]
-    worker = object.__new__(PolicyWorker)
-    packing = {"shared_prefix": {"min_tokens": block}}
-    worker.config = PolicyConfig.model_validate({"model_name": "tiny", "sequence_packing": packing})
-    worker.layout = SimpleNamespace(tensor=1, sequence_parallel=False)  # type: ignore[assignment]
-    worker._store = SimpleNamespace(fetch_many=lambda refs: [kept[ref] for ref in refs])  # type: ignore[assignment]
+    worker = worker_of(kept, sequence_packing={"shared_prefix": {"min_tokens": block}})
     worker.receive(RankStep((((0, 1),),), {0: 0, 1: 1}, shares), weight_version=1)
     shared = worker._bins[0][0].batch.shared
     assert (None if shared is None else shared.new_tokens) == (None if new_tokens is None else (101, new_tokens))
 
 
 def test_tokens_of_flagged_turns_have_an_advantage_of_their_own_before_clipping() -> None:
-    def turn(size: int, flag: str = "", generated: bool = True) -> Turn:
-        logprobs = torch.zeros(size) if generated else None
-        return Turn("assistant" if generated else "user", torch.arange(size), logprobs, generated, flag=flag)
-
     turns = [(turn(2, generated=False), turn(2, INVALID_TOOL_CALL), turn(1), turn(2, MALFORMED_THINKING)), (turn(3),)]
     kept = [Trajectory("a", i, of_sample, (), "stop", truncated=False) for i, of_sample in enumerate(turns)]
-    worker = object.__new__(PolicyWorker)
-    worker.config, worker.is_last_stage = PolicyConfig.model_validate({"model_name": "tiny"}), True
-    worker.layout = SimpleNamespace(tensor=1, sequence_parallel=False)  # type: ignore[assignment]
-    worker._store = SimpleNamespace(fetch_many=lambda refs: [kept[ref] for ref in refs])  # type: ignore[assignment]
+    worker = worker_of(kept)
 
     def advantages(flagged: dict[str, float], clip: Any = (None, None)) -> list[float]:
         worker.receive(RankStep((((0, 1),),), {0: 0, 1: 1}), weight_version=1)
@@ -130,18 +132,12 @@ def test_tokens_of_flagged_turns_have_an_advantage_of_their_own_before_clipping(
 
 
 def test_credit_of_a_turn_is_added_to_its_tokens_before_flags_and_bounds() -> None:
-    def turn(size: int, flag: str = "", generated: bool = True) -> Turn:
-        return Turn("x", torch.arange(size), torch.zeros(size) if generated else None, generated, flag=flag)
-
     talk = (turn(2, generated=False), turn(2), turn(1, generated=False), turn(1, INVALID_TOOL_CALL), turn(1))
     kept = [
         Trajectory("a", 0, talk, (), "stop", truncated=False, branches=(3, 4), turn_numbers=(2, 0, 1)),
         Trajectory("a", 1, (turn(2),), (), "stop", truncated=False),
     ]
-    worker = object.__new__(PolicyWorker)
-    worker.config, worker.is_last_stage = PolicyConfig.model_validate({"model_name": "tiny"}), True
-    worker.layout = SimpleNamespace(tensor=1, sequence_parallel=False)  # type: ignore[assignment]
-    worker._store = SimpleNamespace(fetch_many=lambda refs: [kept[ref] for ref in refs])  # type: ignore[assignment]
+    worker = worker_of(kept)
     credits = torch.tensor([[0.125, 0.25, 8.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
 
     def advantages(bin: tuple[int, ...], **how: Any) -> list[float]:

@@ -17,6 +17,19 @@ from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import INVALID_TOOL_CALL, ImageSpan, Score, Trajectory, TrajectoryRef, Turn
 
 
+def row_of(trajectory: Trajectory, **info: Any) -> Any:
+    sample, score = TrajectoryRef.of(trajectory, None), Score(1.0, None, "", 0.0)
+    prompt: Any = {"uid": "p", "task_name": "t", "extra_env_info": info}
+    return sample_row(Group(prompt, (sample,), (score,)), sample, score, trajectory)
+
+
+def through_a_file(folder: Path, *rows: Any) -> list[Any]:
+    files = SampleFiles(folder, str, 1e9)
+    files.add("train", 1, lambda: list(rows))
+    files.close()
+    return read_samples(folder / "train" / "step_000001.parquet")
+
+
 def test_a_recorded_sample_comes_back_with_its_branches() -> None:
     turns = (
         Turn("user", torch.tensor([1, 2])),
@@ -25,12 +38,8 @@ def test_a_recorded_sample_comes_back_with_its_branches() -> None:
         Turn("assistant", torch.tensor([5, 6]), torch.tensor([-1.0, -2.0]), loss_mask=True, text="b"),
     )
     trajectory = Trajectory("p", 0, turns, ((1, 0, 7),), "stop", False, 6, (3, 4), turn_numbers=(1, 0))
-    sample = TrajectoryRef.of(trajectory, None)
-    prompt: Any = {"uid": "p", "task_name": "t", "extra_env_info": {}}
-    score = Score(1.0, None, "", 0.0)
-    row = sample_row(Group(prompt, (sample,), (score,)), sample, score, trajectory)
     store = LocalCluster().store
-    (group,) = recorded_groups([row], store)
+    (group,) = recorded_groups([row_of(trajectory)], store)
     assert store.fetch_many([group.samples[0].ref]) == [trajectory]
 
 
@@ -40,13 +49,7 @@ def test_a_recorded_sample_comes_back_with_its_experts(tmp_path: Path, last: int
     turns = (Turn("user", torch.tensor([1, 2])), Turn("assistant", torch.tensor([3]), torch.tensor([-0.5]), True))
     routes = torch.tensor([[[-1, -1], [0, 2]], [[-1, -1], [1, last]]], dtype=torch.int16)
     trajectory = Trajectory("p", 0, turns, ((1, 0, 3),), "stop", False, 3, (), routes)
-    sample = TrajectoryRef.of(trajectory, None)
-    prompt: Any = {"uid": "p", "task_name": "t", "extra_env_info": {}}
-    score = Score(1.0, None, "", 0.0)
-    files = SampleFiles(tmp_path, str, 1e9)
-    files.add("train", 1, lambda: [sample_row(Group(prompt, (sample,), (score,)), sample, score, trajectory)])
-    files.close()
-    (row,) = read_samples(tmp_path / "train" / "step_000001.parquet")
+    (row,) = through_a_file(tmp_path, row_of(trajectory))
     assert len(row["routes"]["experts"]) == (8 if last < 128 else 16)
     store = LocalCluster().store
     (group,) = recorded_groups([row], store)
@@ -91,27 +94,15 @@ def test_a_group_comes_back_whole_through_a_file(tmp_path: Path) -> None:
     samples = (TrajectoryRef.of(trajectory, store.put(trajectory)), cut)
     scores = (
         Score(
-            0.1,
-            "7",
-            "right",
-            0.5,
-            {"a": 0.1},
-            True,
-            0.9,
-            ("judge: timeout", "judge: timeout"),
-            (None, 1.5),
-            ("", "s"),
-            (0.0, 0.1),
+            0.1, "7", "right", 0.5, {"a": 0.1}, True, 0.9, ("judge: timeout", "judge: timeout"),
+            turn_rewards=(None, 1.5), turn_states=("", "s"), step_rewards=(0.0, 0.1),
         ),
         Score(None, None, "the agent failed", 0.0, terminated=False),
-    )
+    )  # fmt: skip
     prompt: Any = {"uid": "p", "task_name": "t", "extra_env_info": {}}
     group = Group(prompt, samples, scores)
-    files = SampleFiles(tmp_path, str, 1e9)
     rows = [sample_row(group, sample, score, sample.ref, None) for sample, score in zip(samples, scores, strict=True)]
-    files.add("train", 1, lambda: rows)
-    files.close()
-    (back,) = recorded_groups(read_samples(tmp_path / "train" / "step_000001.parquet"), store)
+    (back,) = recorded_groups(through_a_file(tmp_path, *rows), store)
     assert back == group and store.fetch(back.samples[0].ref) == trajectory
     assert back.weight_version == 1 and back.samples[1].ref is None
 
@@ -120,11 +111,5 @@ def test_a_truth_that_is_no_unicode_costs_no_samples(tmp_path: Path) -> None:
     """JSON allows half a surrogate pair: Parquet takes none, and the samples of the whole step were left out."""
     turns = (Turn("user", torch.tensor([1])), Turn("assistant", torch.tensor([3]), torch.tensor([-0.5]), True))
     trajectory = Trajectory("p", 0, turns, ((1, 0, 2),), "stop", False, 3, ())
-    sample, score = TrajectoryRef.of(trajectory, None), Score(1.0, None, "", 0.0)
-    info = {"ground_truth": "\ud83d", "level": float("nan")}
-    prompt: Any = {"uid": "p", "task_name": "t", "extra_env_info": info}
-    files = SampleFiles(tmp_path, str, 1e9)
-    files.add("train", 1, lambda: [sample_row(Group(prompt, (sample,), (score,)), sample, score, trajectory)])
-    files.close()
-    (row,) = read_samples(tmp_path / "train" / "step_000001.parquet")
+    (row,) = through_a_file(tmp_path, row_of(trajectory, ground_truth="\ud83d", level=float("nan")))
     assert row["truth"] == "\ufffd" and json.loads(row["columns"]) == {"level": None}

@@ -76,22 +76,22 @@ def config(**grpo: Any) -> MasterConfig:
     )
 
 
-def started(recipe: MasterConfig, *, gpu: bool) -> list[str]:
+def started(recipe: MasterConfig, *, gpu: bool = False) -> Node:
     node, shape = Node(), shape_of(next(iter(known_configs().values())))
     model = Model("m", shape, policy_layout(recipe.policy.megatron_cfg, 1), Platform("gpu" if gpu else "cpu"))
     start_policy_and_engines(recipe, node, model)  # type: ignore[arg-type]
-    return node.events
+    return node
 
 
 def test_engines_come_first_on_shared_gpus_and_sleep_before_the_policy_is_built() -> None:
-    assert started(config(), gpu=True) == [
+    assert started(config(), gpu=True).events == [
         "spawn policy, built later", "spawn engine-0", "engine-0 is ready", "engine-0 release", "policy-0 build",
         "policy-0 is ready", "engine-0 is ready",
     ]  # fmt: skip
 
 
 def test_on_cpu_both_start_at_once() -> None:
-    assert started(config(), gpu=False) == [
+    assert started(config()).events == [
         "spawn policy", "spawn engine-0", "policy-0 is ready", "engine-0 is ready",
     ]  # fmt: skip
 
@@ -130,11 +130,9 @@ def test_policy_and_engines_have_the_environment_variables_of_the_recipe() -> No
     recipe = config()
     recipe.policy.megatron_cfg.env_vars = {"OMP_WAIT_POLICY": "ACTIVE", "A": "1"}
     recipe.policy.generation.vllm_cfg.env_vars = {"B": "2"}
-    node, shape = Node(), shape_of(next(iter(known_configs().values())))
-    model = Model("m", shape, policy_layout(recipe.policy.megatron_cfg, 1), Platform("cpu"))
-    start_policy_and_engines(recipe, node, model)  # type: ignore[arg-type]
-    assert node.variables["policy"].items() >= {"OMP_WAIT_POLICY": "ACTIVE", "A": "1"}.items()
-    assert node.variables["engine-0"]["B"] == "2" and "A" not in node.variables["engine-0"]
+    of = started(recipe).variables
+    assert of["policy"].items() >= {"OMP_WAIT_POLICY": "ACTIVE", "A": "1"}.items()
+    assert of["engine-0"]["B"] == "2" and "A" not in of["engine-0"]
 
 
 @pytest.mark.parametrize(("peft", "loaded"), [({}, "dummy"), ({"enabled": True, "refit": "adapters"}, "auto")])
@@ -142,10 +140,7 @@ def test_engines_load_no_weights_that_the_first_refit_brings(peft: dict[str, Any
     """60 GB from a shared disk, overwritten before the first request. Adapters alone come without the model's."""
     recipe = config()
     recipe.policy.megatron_cfg.peft = recipe.policy.megatron_cfg.peft.model_copy(update=peft)
-    node, shape = Node(), shape_of(next(iter(known_configs().values())))
-    model = Model("m", shape, policy_layout(recipe.policy.megatron_cfg, 1), Platform("cpu"))
-    start_policy_and_engines(recipe, node, model)  # type: ignore[arg-type]
-    assert [engine.load_format for engine in node.engines] == [loaded]
+    assert [engine.load_format for engine in started(recipe).engines] == [loaded]
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -3,8 +3,10 @@
 import inspect
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -51,21 +53,33 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def rehearsed(recipe: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
+def rehearsed(recipe: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     config, folder = recipe.with_name("config.json"), recipe.with_name("out")
     command = ["rehearse", str(recipe), "--steps", "3", "--config-json", str(config), "--folder", str(folder), "--json"]
     assert main([*command, *words]) == 0
     return json.loads(capsys.readouterr().out)
 
 
+def audited(recipe: Path) -> Any:
+    return audit(read_ledger(recipe.with_name("out") / "checkpoints" / "ledger.jsonl"))
+
+
+def planned(recipe: Path, words: Sequence[str], *phases: str) -> float:
+    """Return the seconds that a plan expects of these phases."""
+    config = load_recipe(recipe, words).config
+    shape = plan_shape(config, str(recipe.with_name("config.json")))
+    plan = make_plan(config, shape, plan_device(config, None, None))
+    return sum(phase.likely for phase in plan.times.phases if phase.name in phases)
+
+
 def test_a_recipe_is_rehearsed_and_leaves_a_run_folder(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = rehearsed(recipe, capsys)
     assert values["steps"] == 3 and values["devices"] == 8
-    mean, median, late = values["step"]  # type: ignore[misc]
-    assert 0 < median <= late and abs(mean - values["phases"]["total"]) < 1e-6  # type: ignore[index]
-    assert 0 < values["busy"] <= 1 and values["age"] == 0  # type: ignore[operator]
+    mean, median, late = values["step"]
+    assert 0 < median <= late and abs(mean - values["phases"]["total"]) < 1e-6
+    assert 0 < values["busy"] <= 1 and values["age"] == 0
     assert values["gpu_hours"] == pytest.approx(100 * mean * 8 / 3600)
-    told = audit(read_ledger(recipe.with_name("out") / "checkpoints" / "ledger.jsonl"))
+    told = audited(recipe)
     assert told.fates["trained on"] == 24 and not told.flaws
     assert main(["ledger", str(recipe.with_name("out") / "checkpoints")]) == 0
 
@@ -74,13 +88,8 @@ def test_plan_and_rehearsal_agree(recipe: Path, capsys: pytest.CaptureFixture[st
     """Samples are drawn in one and expected in the other; without the wait for the longest they take equally long."""
     words = ("rehearse.spread=0", "policy.generation.max_new_tokens=384", "loss_fn.reference_policy_kl_penalty=0.1")
     phases = rehearsed(recipe, capsys, *words)["phases"]
-    config = load_recipe(recipe, words).config
-    shape = plan_shape(config, str(recipe.with_name("config.json")))
-    planned = {
-        phase.name: phase.likely for phase in make_plan(config, shape, plan_device(config, None, None)).times.phases
-    }
     for name, timer in (("training", "train"), ("log-probs", "logprobs"), ("generation", "generate")):
-        assert phases[timer] == pytest.approx(planned[name], rel=0.15, abs=0.005), name  # type: ignore[index]
+        assert phases[timer] == pytest.approx(planned(recipe, words, name), rel=0.15, abs=0.005), name
 
 
 @pytest.mark.slow
@@ -95,14 +104,9 @@ def test_a_recipe_is_rehearsed_again_in_place_of_the_last_time(
 
 def test_an_engine_that_is_killed_costs_time_and_no_prompt(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = rehearsed(recipe, capsys, "--kill", "engine-1@step2.generate", "--nodes", "4")
-    told = audit(read_ledger(recipe.with_name("out") / "checkpoints" / "ledger.jsonl"))
-    assert (
-        values["steps"] == 3
-        and values["devices"] == 16
-        and told.restarts == 1
-        and told.fates["trained on"] == 24
-        and not told.flaws
-    )
+    told = audited(recipe)
+    assert (values["steps"], values["devices"], told.restarts) == (3, 16, 1)
+    assert told.fates["trained on"] == 24 and not told.flaws
 
 
 def test_a_rank_that_is_killed_between_critic_and_policy_trains_nothing_twice(
@@ -110,14 +114,11 @@ def test_a_rank_that_is_killed_between_critic_and_policy_trains_nothing_twice(
 ) -> None:
     words = ("ppo.critic_epochs=2", "grpo.num_prompts_per_step=32", "grpo.num_generations_per_prompt=1")
     values = rehearsed(recipe, capsys, *words, "rehearse.spread=0")
-    config = load_recipe(recipe, words).config
-    plan = make_plan(config, plan_shape(config, str(recipe.with_name("config.json"))), plan_device(config, None, None))
-    planned = sum(phase.likely for phase in plan.times.phases if phase.name in ("critic", "training"))
-    assert values["phases"]["train"] == pytest.approx(planned, rel=0.15)  # type: ignore[index]
+    assert values["phases"]["train"] == pytest.approx(planned(recipe, words, "critic", "training"), rel=0.15)
     shutil.rmtree(recipe.with_name("out"))
     saved = ("checkpointing.save_period=1", "checkpointing.metric_name=null", "cluster.max_restarts=1")
     values = rehearsed(recipe, capsys, *words, *saved, "--kill", "policy-3@step2.train")
-    told = audit(read_ledger(recipe.with_name("out") / "checkpoints" / "ledger.jsonl"))
+    told = audited(recipe)
     assert values["steps"] == 3 and told.fates["trained on"] == 96 and not told.flaws
 
 
@@ -133,22 +134,15 @@ def test_a_teacher_is_rehearsed_and_one_that_is_killed_costs_no_sample(
         f"{section}default_teacher_alias=b",
     )  # fmt: skip
     phases = rehearsed(recipe, capsys, *words)["phases"]
-    config = load_recipe(recipe, words).config
-    plan = make_plan(config, plan_shape(config, str(recipe.with_name("config.json"))), plan_device(config, None, None))
-    (planned,) = (phase.likely for phase in plan.times.phases if phase.name == "teachers")
-    assert phases["teachers"] == pytest.approx(planned, rel=0.15)  # type: ignore[index]
-    shutil.rmtree(recipe.with_name("out"))
-    values = rehearsed(recipe, capsys, *words, "--kill", "teacher-a-3@step2.teachers")
-    told = audit(read_ledger(recipe.with_name("out") / "checkpoints" / "ledger.jsonl"))
-    assert values["steps"] == 3 and told.fates["trained on"] == 24 and not told.flaws and not told.restarts
-    assert values["phases"]["teachers"] > 5 * phases["teachers"], "its ranks started again"  # type: ignore[index]
-
+    assert phases["teachers"] == pytest.approx(planned(recipe, words, "teachers"), rel=0.15)
     shutil.rmtree(recipe.with_name("out"))
     engines = f"{section}non_colocated_teachers={{default_teacher_cfg: {{backend: vllm}}}}"
-    values = rehearsed(recipe, capsys, *words, engines, "--kill", "teacher-a-3@step2.teachers")
-    told = audit(read_ledger(recipe.with_name("out") / "checkpoints" / "ledger.jsonl"))
-    assert values["steps"] == 3 and told.fates["trained on"] == 24 and not told.flaws and not told.restarts
-    assert values["phases"]["teachers"] > 5 * phases["teachers"], "its engines started again"  # type: ignore[index]
+    for more in ((), (engines,)):
+        values = rehearsed(recipe, capsys, *words, *more, "--kill", "teacher-a-3@step2.teachers")
+        told = audited(recipe)
+        assert values["steps"] == 3 and told.fates["trained on"] == 24 and not told.flaws and not told.restarts
+        assert values["phases"]["teachers"] > 5 * phases["teachers"], "its ranks, or engines, started again"
+        shutil.rmtree(recipe.with_name("out"))
 
 
 @pytest.mark.parametrize(
