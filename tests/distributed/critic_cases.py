@@ -15,6 +15,7 @@ from grpo_mcore.rollout.trajectory import Score, Trajectory, TrajectoryRef, Turn
 from grpo_mcore.step.advantages import compute_targets, shaped_rewards
 from grpo_mcore.step.step_batch import build_step_batch
 from grpo_mcore.tools.parity.rank import LayoutCase, owned_slices, policy_config
+from tests.recipes import small_recipe
 
 SAMPLES = 8
 
@@ -37,15 +38,9 @@ def trajectories(vocabulary: int) -> list[Trajectory]:
 
 def recipe() -> MasterConfig:
     """Return a recipe of groups of 1 and one optimizer step."""
-    return MasterConfig.model_validate(
-        {
-            "policy": {"model_name": "m", "train_global_batch_size": SAMPLES, "max_total_sequence_length": 64},
-            "data": {"train": {"data_path": "x.jsonl"}},
-            "grpo": {"num_prompts_per_step": SAMPLES, "num_generations_per_prompt": 1},
-            "ppo": {"adv_estimator": {"gae_gamma": 0.98, "gae_lambda": 0.9}},
-            "loss_fn": {"reference_policy_kl_penalty": 0.0},
-        }
-    )
+    ppo = {"adv_estimator": {"gae_gamma": 0.98, "gae_lambda": 0.9}}
+    policy, loss = {"max_total_sequence_length": 64}, {"reference_policy_kl_penalty": 0.0}
+    return small_recipe(SAMPLES, 1, policy=policy, ppo=ppo, loss_fn=loss)
 
 
 def step(

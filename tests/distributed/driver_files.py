@@ -6,9 +6,10 @@ from typing import Any
 
 import yaml
 
-from grpo_mcore.recipe import MasterConfig, MegatronConfig
+from grpo_mcore.recipe import MegatronConfig
 from grpo_mcore.tools.parity.rank import LayoutCase, policy_config
 from tests.distributed.adapter_cases import PEFT
+from tests.recipes import small_recipe
 
 TEMPLATE = "{% for m in messages %}w9 {{ m.content }} w7 {% endfor %}{% if add_generation_prompt %}w9 {% endif %}"
 
@@ -20,21 +21,16 @@ def driver_files(
     policy = policy_config(model, case)
     if tokenizer is not None:
         policy.tokenizer.name, policy.tokenizer.chat_template = str(tokenizer), TEMPLATE
-    policy.megatron_cfg.optimizer, policy.megatron_cfg.scheduler = (
-        MegatronConfig().optimizer,
-        MegatronConfig().scheduler,
-    )
+    plain = MegatronConfig()
+    policy.megatron_cfg.optimizer, policy.megatron_cfg.scheduler = plain.optimizer, plain.scheduler
     policy.megatron_cfg.peft = policy.megatron_cfg.peft.model_copy(update=(PEFT | peft) if peft is not None else {})
-    world = {"num_nodes": 1, "gpus_per_node": case.world_size}
-    recipe = MasterConfig.model_validate(
-        {
-            "policy": policy.model_dump() | {"train_global_batch_size": 8, "train_micro_batch_size": 1},
-            "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 2},
-            "data": {"train": [{"data_path": "data.jsonl"}]},
-            "env": {"math": {}},
-            "cluster": world,
-        }
-    )
+    recipe = small_recipe(
+        4, 2,
+        policy=policy.model_dump() | {"train_global_batch_size": 8, "train_micro_batch_size": 1},
+        data={"train": [{"data_path": "data.jsonl"}]},
+        env={"math": {}},
+        cluster={"num_nodes": 1, "gpus_per_node": case.world_size},
+    )  # fmt: skip
     target = folder / "step_1"
     target.mkdir(parents=True)
     info = {"save_state": {"current_step": 1}, "metrics": {"loss": 0.5, "val:accuracy": 0.25}}

@@ -164,13 +164,17 @@ def write_recipe(folder: Path, recipe: dict[str, Any], name: str = "recipe.yaml"
 
 def run_here(verb: str, folder: Path, recipe: dict[str, Any], *words: str) -> Run:
     """Run `grpo-mcore VERB recipe.yaml words` in this process, so that torch and vLLM are imported only once."""
+    return called(folder, verb, str(write_recipe(folder, recipe)), *words)
+
+
+def called(folder: Path, *words: str) -> Run:
+    """Run `grpo-mcore words` in this process."""
     from tests.functional.preload import preload
 
     preload()
-    path = write_recipe(folder, recipe)
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([verb, str(path), *words])
+        code = main([*words])
     return Run(folder, code, out.getvalue(), err.getvalue())
 
 

@@ -1,7 +1,5 @@
 """`grpo-mcore eval` with a real engine: a model and its checkpoint, an interruption, and other settings."""
 
-import contextlib
-import io
 import json
 import shutil
 from pathlib import Path
@@ -11,17 +9,14 @@ import pytest
 
 from grpo_mcore.cli.main import main
 from tests.functional.preload import preload
-from tests.functional.runs import Run, Task, grpo_recipe, write_recipe
+from tests.functional.runs import Run, Task, called, grpo_recipe, write_recipe
 
 SAMPLES = 4
 
 
 def evaluate(recipe: Path, *words: str) -> tuple[int, str, str]:
-    preload()
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(["eval", *words, "--config", str(recipe)])
-    return code, out.getvalue(), err.getvalue()
+    run = called(recipe.parent, "eval", *words, "--config", str(recipe))
+    return run.code, run.out, run.err
 
 
 def test_a_checkpoint_equals_its_export_and_an_interrupted_evaluation_goes_on(

@@ -1,7 +1,5 @@
 """`grpo-mcore refit verify` and policy.refit_parity, in process: log-probs of engine and policy after a refit."""
 
-import contextlib
-import io
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,19 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mcore.cli.main import main
 from grpo_mcore.driver.policy import refit_parity
 from grpo_mcore.observe import alarms
 from grpo_mcore.refit.plan.plan import Block
 from grpo_mcore.refit.policy_side.sender import RefitSender
-from tests.functional.runs import Task, finished, grpo_recipe, run_here, write_recipe
+from tests.functional.runs import Task, called, finished, grpo_recipe, run_here, write_recipe
 
 
 def verify(folder: Path, recipe: dict[str, Any], *words: str) -> tuple[int, str]:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        code = main(["refit", "verify", str(write_recipe(folder, recipe)), *words])
-    return code, out.getvalue()
+    run = called(folder, "refit", "verify", str(write_recipe(folder, recipe)), *words)
+    return run.code, run.out
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 
 from grpo_mcore.cli.main import main
 from grpo_mcore.tools.demo.arithmetic import make_base_config
-from tests.functional.runs import Run, Task
+from tests.functional.runs import Run, Task, called
 from tests.unit.recipe.spec_templates import DPO_TEMPLATE, GRPO_TEMPLATE, GYM_GRPO, SFT_TEMPLATE
 
 BATCH = "policy.train_global_batch_size"
@@ -50,11 +50,8 @@ def run(tmp_path: Path, task: Task, model: Path, monkeypatch: pytest.MonkeyPatch
 
     def run(verb: str, template: str, *words: str) -> Run:
         Path("recipe.yaml").write_text(template)
-        out, err = io.StringIO(), io.StringIO()
         common = (f"policy.model_name={model}", "cluster.backend=local", "cluster.platform=cpu")
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main([verb, "recipe.yaml", *common, "logger.wandb_enabled=false", *words])
-        return Run(tmp_path, code, out.getvalue(), err.getvalue())
+        return called(tmp_path, verb, "recipe.yaml", *common, "logger.wandb_enabled=false", *words)
 
     return run
 

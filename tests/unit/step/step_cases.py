@@ -5,18 +5,13 @@ from typing import Any
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import Score, TrajectoryRef
+from tests.recipes import small_recipe
 
 
 def config(loss_fn: dict[str, Any] | None = None, **grpo: Any) -> MasterConfig:
     """Return a recipe with 2 prompts x 4 generations and 2 optimizer steps."""
-    return MasterConfig.model_validate(
-        {
-            "policy": {"model_name": "m", "train_global_batch_size": 4, "max_total_sequence_length": 64},
-            "data": {"train": {"data_path": "x.jsonl"}},
-            "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4} | grpo,
-            "loss_fn": loss_fn or {},
-        }
-    )
+    policy = {"train_global_batch_size": 4, "max_total_sequence_length": 64}
+    return small_recipe(policy=policy, grpo=grpo, loss_fn=loss_fn or {})
 
 
 def group(

@@ -6,21 +6,12 @@ import pytest
 
 from grpo_mcore.driver.run.setup import engine_ranks
 from grpo_mcore.recipe import MasterConfig, num_engines
+from tests.recipes import small_recipe
 
 
 def config(nodes: int, gpus: int, tensor: int, **cluster: Any) -> MasterConfig:
-    return MasterConfig.model_validate(
-        {
-            "policy": {
-                "model_name": "m",
-                "train_global_batch_size": nodes * gpus * 4,
-                "generation": {"vllm_cfg": {"tensor_parallel_size": tensor}},
-            },
-            "data": {"train": {"data_path": "x.jsonl"}},
-            "grpo": {"num_prompts_per_step": nodes * gpus, "num_generations_per_prompt": 4},
-            "cluster": {"num_nodes": nodes, "gpus_per_node": gpus, **cluster},
-        }
-    )
+    policy = {"generation": {"vllm_cfg": {"tensor_parallel_size": tensor}}}
+    return small_recipe(nodes * gpus, policy=policy, cluster={"num_nodes": nodes, "gpus_per_node": gpus, **cluster})
 
 
 def ranks(found: list[slice]) -> list[list[int]]:

@@ -11,25 +11,17 @@ from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import Score, Trajectory, TrajectoryRef, Turn
+from tests.recipes import small_recipe
 
 VOCABULARY, LAYERS, EXPERTS = 11, 2, 2
 
 
 def recipe(room: int, token_level: bool, loss: dict[str, Any] | None = None, **grpo: Any) -> MasterConfig:
     """Return a recipe with 2 prompts x 4 samples in 2 optimizer steps, whose bins hold `room` tokens."""
-    return MasterConfig.model_validate(
-        {
-            "policy": {
-                "model_name": "m",
-                "train_global_batch_size": 4,
-                "max_total_sequence_length": room,
-                "sequence_packing": {"enabled": True, "train_mb_tokens": room, "logprob_mb_tokens": 2 * room},
-            },
-            "data": {"train": {"data_path": "x.jsonl"}},
-            "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4} | grpo,
-            "loss_fn": {"reference_policy_kl_penalty": 0.0, "token_level_loss": token_level} | (loss or {}),
-        }
-    )
+    packing = {"enabled": True, "train_mb_tokens": room, "logprob_mb_tokens": 2 * room}
+    policy = {"train_global_batch_size": 4, "max_total_sequence_length": room, "sequence_packing": packing}
+    loss = {"reference_policy_kl_penalty": 0.0, "token_level_loss": token_level} | (loss or {})
+    return small_recipe(policy=policy, grpo=grpo, loss_fn=loss)
 
 
 def random_tree(

@@ -21,6 +21,7 @@ from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import Trajectory, TrajectoryRef, Turn
 from grpo_mcore.step.advantages import TargetsError, compute_targets
 from grpo_mcore.step.step_batch import build_step_batch
+from tests.recipes import small_recipe
 from tests.unit.step.step_cases import config, group
 
 TEACHERS = {"enabled": True, "teacher_model_by_agent_name": {"math": "a", "code": "b"}, "default_teacher_alias": "code"}
@@ -143,14 +144,9 @@ def test_an_error_of_the_teacher_is_no_loss() -> None:
 def test_advantages_of_teachers_and_rewards(
     estimator: dict[str, Any], section: dict[str, Any], weight: float, advantages: list[float]
 ) -> None:
-    recipe = MasterConfig.model_validate(
-        {
-            "policy": {"model_name": "m", "train_global_batch_size": 4, "max_total_sequence_length": 64},
-            "data": {"train": {"data_path": "x.jsonl"}},
-            "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "adv_estimator": estimator},
-            "on_policy_distillation": TEACHERS | section,
-        }
-    )
+    policy = {"train_global_batch_size": 4, "max_total_sequence_length": 64}
+    grpo, own = {"adv_estimator": estimator}, TEACHERS | section
+    recipe = small_recipe(policy=policy, grpo=grpo, on_policy_distillation=own)
     groups = [of_task("a", "math"), of_task("b", "code")]
     both = teachers({"math": Ranks(), "code": Ranks()}, recipe)
     batch = both.score(build_step_batch(groups, recipe, PolicyLayout(1, 1, 1)))

@@ -19,11 +19,12 @@ from grpo_mcore.observe import Logger, read_metrics
 from grpo_mcore.observe.band import BandError, band_text, make_band
 from grpo_mcore.observe.exit_codes import RunEnd
 from grpo_mcore.observe.logger import check_loggers
-from grpo_mcore.recipe import MasterConfig, policy_layout
+from grpo_mcore.recipe import policy_layout
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import ImageSpan, Score
 from tests.clocks import StandingClock
 from tests.failing import failing
+from tests.recipes import small_recipe
 
 SHAPE = shape_of(next(iter(known_configs().values())))
 STEP = {
@@ -35,15 +36,7 @@ STEP = {
 def new_report(
     folder: Path, clock: Clock = REAL, schedule: Any = None, *, band: str | None = None, run: str | None = None
 ) -> RunReport:
-    config = MasterConfig.model_validate(
-        {
-            "policy": {"model_name": "m", "train_global_batch_size": 8},
-            "data": {"train": {"data_path": "x.jsonl"}},
-            "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4},
-            "logger": {"log_dir": str(folder), "alarms": {"band": band}},
-            "cluster": {"gpus_per_node": 2},
-        }
-    )
+    config = small_recipe(logger={"log_dir": str(folder), "alarms": {"band": band}}, cluster={"gpus_per_node": 2})
     logger = Logger(config.logger, run=run, clock=clock)
     policy: Any = SimpleNamespace(
         shape=SHAPE,

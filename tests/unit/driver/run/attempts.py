@@ -10,19 +10,14 @@ from typing import Any
 
 from grpo_mcore.base.stopping import on_signal, on_sigterm
 from grpo_mcore.recipe import MasterConfig
+from tests.recipes import small_recipe
 
 DIED = "policy-1: train failed: its process ended"
 
 
 def config_for(folder: Path) -> MasterConfig:
-    return MasterConfig.model_validate(
-        {
-            "policy": {"model_name": "m"},
-            "data": {"train": {"data_path": "x.jsonl"}},
-            "checkpointing": {"checkpoint_dir": str(folder)},
-            "cluster": {"max_restarts": 1, "retry_wait_s": 0.01},
-        }
-    )
+    cluster = {"max_restarts": 1, "retry_wait_s": 0.01}
+    return small_recipe(checkpointing={"checkpoint_dir": str(folder)}, cluster=cluster)
 
 
 def lost(config: Any, resume: Any, began: float) -> tuple[int, str | None]:

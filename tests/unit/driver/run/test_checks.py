@@ -23,18 +23,12 @@ from grpo_mcore.parallel.platform import Platform, PlatformError
 from grpo_mcore.recipe import MasterConfig, load_recipe
 from grpo_mcore.recipe.schema import master
 from grpo_mcore.tools.demo.tiny_models import make_tiny_model
+from tests.recipes import small_recipe
 
 
 def recipe_of(model: Path, cluster: dict[str, str] | None = None, **policy: Any) -> MasterConfig:
-    sizes = {"train_global_batch_size": 4, "max_total_sequence_length": 256}
-    return MasterConfig.model_validate(
-        {
-            "policy": {"model_name": str(model)} | sizes | policy,
-            "data": {"train": {"data_path": "x.jsonl"}},
-            "grpo": {"num_prompts_per_step": 1, "num_generations_per_prompt": 4},
-            "cluster": cluster or {},
-        }
-    )
+    sizes = {"model_name": str(model), "max_total_sequence_length": 256}
+    return small_recipe(1, policy=sizes | policy, cluster=cluster or {})
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,11 @@ from grpo_mcore.driver.run.checks import SetupError
 from grpo_mcore.driver.run.environment_checks import calls_of, environment_of
 from grpo_mcore.environments.rules.rule_environment import RuleEnvironment
 from grpo_mcore.recipe import MasterConfig
+from tests.recipes import small_recipe
 
 
 def recipe(section: dict[str, Any]) -> MasterConfig:
-    return MasterConfig.model_validate(
-        {
-            "policy": {"model_name": "somewhere", "train_global_batch_size": 4},
-            "data": {"train": {"data_path": "x.jsonl"}},
-            "grpo": {"num_prompts_per_step": 1, "num_generations_per_prompt": 4},
-            "env": {"math": section},
-        }
-    )
+    return small_recipe(1, env={"math": section})
 
 
 def test_how_an_environment_is_called_is_not_a_key_of_its_class() -> None:

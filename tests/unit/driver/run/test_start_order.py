@@ -19,6 +19,7 @@ from grpo_mcore.generation import EngineConfig
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import MasterConfig, policy_layout
 from tests.clocks import StandingClock
+from tests.recipes import small_recipe
 
 
 class Answer:
@@ -65,15 +66,8 @@ class Node:
         self.events += [f"stop {worker.name}" for worker in workers]
 
 
-def config(**grpo: Any) -> MasterConfig:
-    return MasterConfig.model_validate(
-        {
-            "policy": {"model_name": "m", "train_global_batch_size": 8},
-            "data": {"train": {"data_path": "x.jsonl"}},
-            "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4, **grpo},
-            "cluster": {"gpus_per_node": 1},
-        }
-    )
+def config() -> MasterConfig:
+    return small_recipe(cluster={"gpus_per_node": 1})
 
 
 def started(recipe: MasterConfig, *, gpu: bool = False) -> Node:

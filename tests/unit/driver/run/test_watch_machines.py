@@ -8,20 +8,15 @@ import pytest
 from grpo_mcore.cluster import LocalCluster, WorkerDied, WorkerFailed
 from grpo_mcore.driver.run.setup import watch_machines
 from grpo_mcore.observe import Logger
-from grpo_mcore.recipe import MasterConfig
+from tests.recipes import small_recipe
 
 
 @pytest.mark.parametrize("kind", [WorkerDied, WorkerFailed])
 def test_the_metrics_of_a_node_until_its_monitor_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: type[WorkerFailed]
 ) -> None:
-    config = MasterConfig.model_validate(
-        {
-            "policy": {"model_name": "m"},
-            "data": {"train": {"data_path": "x.jsonl"}},
-            "logger": {"log_dir": str(tmp_path), "monitor_gpus": True, "gpu_monitoring": {"collection_interval": 60}},
-        }
-    )
+    monitoring = {"monitor_gpus": True, "gpu_monitoring": {"collection_interval": 60}}
+    config = small_recipe(logger={"log_dir": str(tmp_path), **monitoring})
     logger = Logger(config.logger)
     assert logger.machines() == {}, "nothing is monitored unless a run asks for it"
     with LocalCluster() as cluster:

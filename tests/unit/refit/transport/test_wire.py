@@ -1,7 +1,6 @@
 """Policy ranks and nodes that share no memory, as threads of this process with a real Gloo network between them."""
 
 import socket
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -23,33 +22,28 @@ from grpo_mcore.refit.transport import shared_memory
 from grpo_mcore.refit.transport.board import Seat
 from grpo_mcore.refit.transport.network import Network
 from tests.unit.refit.engine_nodes import RANKS, Node
-from tests.unit.refit.shards import SHAPE, Source, index
+from tests.unit.refit.shards import SHAPE, Source, in_a_thread, index
 
 pytestmark = pytest.mark.slow  # processes that send to each other
 
 
 class ThreadHandle:
-    """Calls run in order in a thread of their own."""
+    """Calls run in order, each in a thread of its own."""
 
     def __init__(self, name: str, target: Any) -> None:
         self.name, self.target = name, target
-        self._last: threading.Thread | None = None
+        self._last: Future[Any] | None = None
 
     def call(self, method: str, *args: Any, timeout_s: float, purpose: str) -> Any:
-        answer: Future[Any] = Future()
         before = self._last
 
-        def run() -> None:
+        def run() -> Any:
             if before is not None:
-                before.join()
-            try:
-                answer.set_result(getattr(self.target, method)(*args))
-            except Exception as error:
-                answer.set_exception(error)
+                before.exception()
+            return getattr(self.target, method)(*args)
 
-        self._last = threading.Thread(target=run, daemon=True)
-        self._last.start()
-        return answer
+        self._last = in_a_thread(run)
+        return self._last
 
 
 class Setting:
