@@ -14,8 +14,8 @@ _COPULAS = set(
 )
 _PREPOSITIONS = set(
     "of in at on for with during from by to as per after before since until within without between among under into "
-    "than through towards toward against across around like vs von vom im am auf mit für bei zu nach aus als de du "
-    "des dans pour avec par sur con por para da do di su que if when while where because so although".split()
+    "than over through towards toward against across around like vs von vom im am auf mit für bei zu nach aus als de "
+    "du des dans pour avec par sur con por para da do di su que if when while where because so although".split()
 )
 _RELATIVE = set("that which who whose whom where when while if because so".split())
 _CLOSED = set(
@@ -26,9 +26,9 @@ _NO_NOUN = _PREPOSITIONS | _CLOSED | _COPULAS
 # What may stand between a verb and the number that it governs.
 _FILLERS = set(
     "the only just now also still thus therefore hence indeed equal number value integer answer result total each all "
-    "both already always us him her them me you my this these those it they another some additional further together "
-    "altogether instead again namely then so length donc also quindi exactly precisely simply finally clearly "
-    "consequently accordingly certainly actually definitely about approximately roughly around".split()
+    "both already always us him her them me you my this these those it they other another some additional further "
+    "together altogether instead again namely then so length donc also quindi exactly precisely simply finally "
+    "clearly consequently accordingly certainly actually definitely about approximately roughly around".split()
 )
 # A verb with which a bare number states a value: "yields 5". With others it may be anything: "tests 5", "precedes 5".
 _YIELDS = re.compile(
@@ -38,21 +38,23 @@ _YIELDS = re.compile(
 )
 # A word that changes the value of a number beside it, or makes a label of it: "page 5".
 _CHANGES = re.compile(
-    r"(?:exceed|round|approach|guess|reduc|exclud|shift|increas|decreas|divid|multipl|add|avoid|miss|lack|los|lost|differ|"
+    r"(?:exceed|approach|guess|reduc|exclud|shift|increas|decreas|divid|multipl|add|avoid|miss|lack|los|lost|differ|"
     r"say|said|claim|think|believ|consider|subtract|suggest|argu|expect|want|hop|omitt?|surpass|contradict|preced|follow|"
     r"doubl|tripl|squar(?=ed)|halv|let|try|tri(?=e)|test|check|substitut|suppos|assum|plug|confus|replac|violat|writ|capp?|"
-    r"appl(?=[iy])|compar|recall)(?:e?s|e?d|ing|e|y|ies|ied|ying)?|rais(?:es?|ing)|us(?:es?|ing)|sees?|notes?|noting|set|"
+    r"appl(?=[iy])|compar|recall)(?:e?s|e?d|ing|e|y|ies|ied|ying)?|rais(?:es?|ing)|us(?:es?|ing)|round(?:ed|ing)|sees?|notes?|noting|set|"
     r"taking|besides|minus|plus|less|versus|hal(?:f|ves)|thirds?|quarters?|(?:four|fif|six|seven|eigh|nin|ten|hundred|"
     r"thousand)ths?|zeroe?s|ones|twos|threes|fours|fives|sixes|sevens|eights|nines|tens|dozens?|digits|gross|list|score|"
-    r"percentile|first|off|out|too|least|percentage|most|fewer|best|point|up|over|factorial|modulo|spelled|reversed|inverted|"
+    r"percentile|first|off|out|too|least|percentage|most|fewer|best|point|up|factorial|modulo|spelled|reversed|inverted|"
     r"short|below|above|candidates?|(?:back|up|down)wards|power|almost|every|twice|page|theorem|lemma|equation|option|step|"
     r"part|case|problem|question|condition|figure|table|chapter|section|row|line|column|factor|example|exercise"
 )
+_COMBINES = re.compile("add|subtract|multipl|divid|compar|round")
 _PLURAL = re.compile(r".*(?:s|people|children|men|women|feet|mice|teeth|fish|sheep|percent|money)")
 _COMPARATIVE = re.compile(r"more|fewer|less|(?!altogether|together)[a-z]{3,}er")
 _BEHIND = set(
-    "left remaining altogether together overall combined total exactly each all square cubic now today".split()
+    "left remaining altogether together overall combined total exactly each all square cubic now today again".split()
 )
+_UNIT = re.compile(r"(?:[mck]m|kg|mg|ml|m[Ll]|ft|lbs?|oz|yd|hrs?)[.,;]?")
 _MODAL = re.compile(r"ha[sd]|have|need(?:s|ed)?|able|going|ought|used|required")
 _ABOUT = re.compile(r"\b(?:about|approximately|roughly|around)\b|[约約]|大概|接近")
 # With one of these a word of Chinese, Japanese or Korean states the number behind it; 接近 and 约 do not.
@@ -69,9 +71,9 @@ def is_formula(token: str) -> bool:
         return True
     if re.search(f"[{OTHER_SCRIPTS}]", token):
         return False
-    word = re.fullmatch(r"[^\w\\]*([^\W\d_]+)(?:[/'’-][^\W\d_]+)*['’]?[^\w\\]*", token)
-    if word is None:
-        return True
+    word = re.fullmatch(r"[^\w\\]*([^\W\d_]+)((?:[/'’-][^\W\d_]+)*)['’]?[^\w\\]*", token)
+    if word is None or len(word[2]) > 3:
+        return word is None
     is_variable = len(word[1]) < 3 and word[1].lower() not in _SHORT_WORDS
     return is_variable or word[1].lower() in _FORMULA_WORDS or re.fullmatch("[IVX]+", word[1]) is not None
 
@@ -107,7 +109,7 @@ class Clause:
     def __init__(self, text: str) -> None:
         self.tokens = text.split()
         self.words = [token.strip(".,;:!()\"'").lower() for token in self.tokens]
-        self.is_formula = [*map(is_formula, self.tokens)]
+        self.is_formula = [is_formula(token) and not _UNIT.fullmatch(token) for token in self.tokens]
 
     def formula(self) -> str | None:
         """Return the formula, or the list of formulas, that the clause states, with its unit: the object of its last
@@ -126,8 +128,8 @@ class Clause:
         if role in ("", "unclear") or not self._is_tail(chosen.stop, " ".join(self.tokens[chosen]), role):
             return None
         if role == "subject" and chosen.stop < len(words) and not self._is_counted(chosen.stop):
-            behind = [word for word in words[chosen.stop : chosen.stop + 4] if word != "only"]
-            is_named = {"number", "value", "integer", "only", "answer"} & {*words[: chosen.start], *behind}
+            behind = [word for word in words[chosen.stop : chosen.stop + 4] if word not in ("only", "other")]
+            is_named = {"number", "value", "integer", "only", "other", "answer"} & {*words[: chosen.start], *behind}
             if not is_named and "=" not in "".join(self.tokens[chosen]):
                 return None  # "5 is ruled out"
         formula = self.tokens[chosen.start]
@@ -177,6 +179,8 @@ class Clause:
             if words[head] == "number" and words[max(head - 1, 0)] in {*_COPULAS, "number"}:
                 return "unclear"
             head -= 1
+        if head >= 0 and words[head] in ("equation", "line", "point") and re.search(r"=|^\(", formula):
+            head -= 2 if words[head - 1 : head] == ["the"] else 1  # "the line x = 5"
         if head < 0:  # "the 9 players" are known already
             return "unclear" if words[start - 1 : start] == ["the"] and end < len(words) else "subject"
         word, before = words[head], words[head - 1] if head else ""
@@ -184,7 +188,7 @@ class Clause:
         is_counted = self._is_counted(end) or split_unit(formula)[1] is not None
         if word in _COPULAS or self.tokens[head].endswith(("=", ":")):
             return "object"
-        if word.endswith("ly") or _CHANGES.fullmatch(word) and (word not in ("equation", "line") or "=" not in formula):
+        if word.endswith("ly") or _CHANGES.fullmatch(word):
             return "unclear"
         if word == "that":
             return "object" if "=" in formula else "subject"
@@ -196,7 +200,7 @@ class Clause:
                 or word == "at" and re.search(r"=|\d:\d\d|^\(", formula)
                 or word == "with" and re.search(r"\\[lg]e|[<>]", formula)
             )  # fmt: skip
-            return "given" if is_given and not any(map(_CHANGES.fullmatch, words[:head])) else ""
+            return "given" if is_given and not any(map(_COMBINES.match, words[:head])) else ""
         if re.search(f"[{OTHER_SCRIPTS}]", word):
             return "object" if word[-1] in _BEFORE_A_NUMBER or _YIELDS.fullmatch(word) else "unclear"
         if _YIELDS.fullmatch(word) or not is_counted and word not in _CLOSED and _YIELDS.fullmatch(verb):
@@ -223,9 +227,10 @@ class Clause:
         is_share = len(nouns) == 1 and formula.endswith("%")  # "a 40% increase"
         if any(is_formula[:size]) or any(map(_CHANGES.fullmatch, nouns)) and not is_share:
             return False
-        if nouns and _COMPARATIVE.fullmatch(nouns[-1]):
-            is_difference = role == "object" and preposition == "than" and not goes_on
-            return is_difference and split_unit(f"1 {rest[-1]}")[1] is None  # "more than an hour"
+        if preposition == "than":  # a difference; "30 minutes more than an hour" is none
+            return role == "object" and not goes_on and split_unit(f"1 {rest[-1]}")[1] is None
+        if len(nouns) > 1 and _PLURAL.fullmatch(nouns[-2]) and _COMPARATIVE.fullmatch(nouns[-1]):
+            return False  # "30 minutes longer"
         is_noun = (
             noun in _BEHIND or not noun.isascii() or _PLURAL.fullmatch(noun) or split_unit(f"1 {noun}")[1]
             for noun in nouns[:3]
@@ -237,6 +242,6 @@ class Clause:
         is_bare = goes_on and is_formula[size + 1] and not any(map(_PLURAL.fullmatch, nouns))
         return not (
             preposition == "or" or "power" in rest or goes_on and (preposition == "and" or rest[:2] == ["as", "well"])
-            or preposition in ("to", "by", "in", "for") and is_bare  # "5 in 7"
+            or preposition in ("to", "by", "in", "for", "over") and is_bare  # "5 in 7"
             or preposition == "to" and any(map(_CHANGES.fullmatch, rest))
         )  # fmt: skip

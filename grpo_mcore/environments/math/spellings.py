@@ -21,7 +21,8 @@ _SIGNS = str.maketrans({
     **dict.fromkeys("\u2212\ufe63\u2011\u2010", "-"), **dict.fromkeys("÷∕⁄", "/"), **dict.fromkeys("·⋅", r"\cdot "),
     **dict.fromkeys("°º", r"^\circ "), **dict.fromkeys("′’", "'"), "×": r"\times ", "π": r"\pi ", "∞": r"\infty ",
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∅": r"\emptyset ", "±": r"\pm ", "∪": r"\cup ",
-    "∩": r"\cap ", "∈": r"\in ", "∠": r"\angle ", "٪": "%", "٫": ".", "٬": ",", "。": ".", "、": ", ", "，": ", ",
+    "∩": r"\cap ", "∈": r"\in ", "∠": r"\angle ", "⌊": r"\lfloor ", "⌋": r"\rfloor ",
+    "٪": "%", "٫": ".", "٬": ",", "。": ".", "、": ", ", "，": ", ",
 })  # fmt: skip
 INVISIBLE = dict.fromkeys(
     [*range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x2070), 0x00AD, 0x061C, 0xFEFF, 0x180E], ""
@@ -141,7 +142,7 @@ CHARACTERS: list[Spelling] = [
 
 FORMULAS: list[Spelling] = [
     # What surrounds a formula.
-    (r"(?<!\\)\$(?=\d[^$\\]*\s[a-z]{4,}\s[^$\\]*\$\d)", r"\\$", "$5 more than $4", r"\$5 more than $4"),
+    (r"(?<!\\)\$(?=\d[\d,.]*(?:,?\s[a-z]{2,})+,?\s\$\d)", r"\\$", "$5 more than $4", r"\$5 more than $4"),
     (r"(?<!\\)\$\$?([^$]*[^$\\])\$\$?", r"\1", "$5$ cm", "5 cm"),
     (r"(?<![\w)}*])(\*\*|__|[`*_])(?=\S)([^*]*?\S)\1(?![\w(*-])", r"\2", "**5**", "5"),
     (_TEXT, _flat, r"\textbf{\text{5}}", "5"),

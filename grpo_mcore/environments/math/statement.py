@@ -108,10 +108,11 @@ _CORRECTED = re.compile(
 )
 # A denial or a doubt: no answer is read from a clause with one of these.
 _DOUBT = re.compile(
-    rf"\b(?i:not|no|never|neither|nor|cannot|can be|fails?|failed|without|maybe|perhaps|possibly|might|could|guess|"
-    rf"bound|hoped|tried|counterexample|let(?! me\b|'s)|ends? in|estimates?|depends?|doubt|{_REFUSED}|your|"
-    r"assume|suppose|whether|if|unless|unknown|unclear|otherwise|too (?:much|many|large|big|small|high|low)|except|"
-    r"give or take|note|recall|want|prove|nicht|kein|pas|non|não|не|niet|inte|nie)\b|\bmay\b|"
+    rf"\A(?:[Ii]nitially|[Oo]riginally)\b|\b(?i:not|no|never|neither|nor|cannot|can be|fails?|failed|without|maybe|"
+    rf"perhaps|possibly|might|could|guess|bound|hoped|tried|at first|1 of (?:the|these|those)|counterexample|let(?! me\b|'s)|"
+    rf"ends? in|estimates?|depends?|doubt|{_REFUSED}|your|assume|suppose|whether|if|unless|unknown|unclear|otherwise|"
+    r"too (?:much|many|large|big|small|high|low)|except|give or take|note|recall|want|prove|"
+    r"nicht|kein|pas|non|não|не|niet|inte|nie)\b|\bmay\b|"
     r"n't\b|\?|\\(?:ne|not|[lc]?dots)(?![a-zA-Z])|\.\.\.|[不没沒非未吗]|ではな|ではあ|じゃな|아니|아닙|않|至少|至多|最多|最少|"
     r"大于|小于|多于|少于|超过|超過|可能|也许|以上|以下|이상|이하|초과|미만|보다|(?<=\d) ?[的の]"
 )
@@ -132,6 +133,7 @@ _OPENING = re.compile(
     r"[综上所述因此以故答于是由此得可知最终后したがって]+,|(?:since|after|with|by|[a-z]+ing)\s[^\d\\,]+,)\s",
     re.IGNORECASE,
 )
+_NTH = re.compile(r"\$?\d+(?:[\^{}\\$]|text)*(?:st|nd|rd|th)\b[}$]*(?= [a-z])")
 ORDINAL = re.compile(r"\d(?:\W|text)*(?:st|nd|rd|th)\b")
 _ABOUT_THE_ANSWER = re.compile(r"\banswers?\b.*\d|^(?:If|Unless)\b")
 
@@ -143,7 +145,8 @@ _AMOUNT_OF = re.compile(
 )
 _COMES_TO = re.compile(
     r"\b(?:consist[a-z]* of|(?:com(?:e|ing)|add|sum|turn|boil|work|amount|evaluat|simplif|converg|diverg|tend|reduc)"
-    r"(?:e?s|ies|ed)? (?:(?:out|up|down) )?to(?: be)?|arrives? at|left with)\b"
+    r"(?:e?s|ies|ed)? (?:(?:out|up|down) )?to(?: be)?|arrives? at|left with|results? in|"
+    r"(?:is|are) (?:given|described) by)\b"
 )
 _IN_ALL = re.compile(r"\bin (?:all|total)\b|(?<=equal )to\b|(?<=\d )(?:it is\Z|o'clock\b)")
 
@@ -287,18 +290,19 @@ def _last_sentence(text: str) -> str:
 def stated_formula(statement: Statement) -> str | None:
     """Return the formula that a statement gives, with its unit, or its words where it has no formula; None where it
     gives none, or not for certain."""
-    text = normalized(re.sub(r"^#+ |(?<!\\right)(?<!\.)\.$|[,;]+$", "", statement.text.strip()))
+    written = _NTH.sub("nth", statement.text)
+    text = normalized(re.sub(r"^#+ |(?<!\\right)(?<!\.)\.$|[,;]+$", "", written.strip()))
     text = _COMES_TO.sub("is", _IN_ALL.sub("altogether", _OPENING.sub("", text)))
     text = _ARTICLE.sub("the ", _AMOUNT_OF.sub("", text))
     if text.endswith("?") or not text:
         return None
-    if statement.kind != "box" and ORDINAL.search(statement.text):
+    if statement.kind != "box" and ORDINAL.search(written):
         return None
     if not has_words(text):
         return text
     if not any(is_formula(token) for token in text.split()):
         return text
-    if ORDINAL.search(statement.text) or statement.kind == "text" and _ABOUT_THE_ANSWER.search(text):
+    if ORDINAL.search(written) or statement.kind == "text" and _ABOUT_THE_ANSWER.search(text):
         return None
     remarks = [match[0] for match in _REMARK.finditer(text)]
     if any(_OR.search(remark) or _DOUBT.search(remark) for remark in remarks):
@@ -307,7 +311,7 @@ def stated_formula(statement: Statement) -> str | None:
     clauses = [clause for clause in clauses if not _ASIDE.match(clause) or clause[:5] == "with " and has_verb(clause)]
     if statement.kind == "text":  # what is said last counts, and nothing may follow it
         clauses = [clause for clause in clauses if " " in clause or is_formula(clause)][-1:]
-        if _DOUBT.search(re.split(r"[,;]\s", text)[-1]):  # "Let me guess: 12"
+        if _DOUBT.search(re.split(r"[,;]\s(?:not (?=\$?[-\d]))?", text)[-1]):  # "Let me guess: 12"
             return None
     stating = [clause for clause in clauses if any(map(is_formula, clause.split()))]
     if len(stating) != 1 or any(_DOUBT.search(clause) for clause in clauses):
