@@ -185,7 +185,7 @@ class Clause:
             return "unclear" if words[start - 1 : start] == ["the"] and end < len(words) else "subject"
         word, before = words[head], words[head - 1] if head else ""
         verb = next((other for other in reversed(words[:head]) if other not in _FILLERS), "")
-        is_counted = self._is_counted(end) or split_unit(formula)[1] is not None
+        is_counted = self._is_counted(end) or split_unit(formula)[1] or re.search(r"\d:\d\d", formula)
         if word in _COPULAS or self.tokens[head].endswith(("=", ":")):
             return "object"
         if word.endswith("ly") or _CHANGES.fullmatch(word):
@@ -193,10 +193,11 @@ class Clause:
         if word == "that":
             return "object" if "=" in formula else "subject"
         if word in _PREPOSITIONS or word == "year":
+            behind = words[end] if self._is_counted(end) else ""
             time = r"(?:second|minute|hour|day|week|month|year)s?|(?:1[5-9]|20)\d\d"
             is_given = (
                 word in ("for", "to", "with", "into", "at") and is_counted
-                or word in ("in", "year") and any(re.fullmatch(time, text) for text in (*words[end : end + 1], formula))
+                or word in ("in", "after", "year") and re.fullmatch(time, behind or formula)
                 or word == "at" and re.search(r"=|\d:\d\d|^\(", formula)
                 or word == "with" and re.search(r"\\[lg]e|[<>]", formula)
             )  # fmt: skip
@@ -217,6 +218,8 @@ class Clause:
         """Return whether the words from `start` on leave the value of the formula before them as it is: what is counted
         ("red apples"), a unit, and circumstances. A word that counts ("zeros", "tenths") does not."""
         words, is_formula = self.words[start:], self.is_formula[start:]
+        if words[:3] == ["out", "of", "the"]:
+            words, is_formula = words[1:], is_formula[1:]
         size = next((index for index, word in enumerate(words) if word in _NO_NOUN), len(words))
         nouns, rest, goes_on = words[:size], words[size:], any(is_formula[size:])
         preposition = rest[0] if rest else ""
@@ -228,7 +231,8 @@ class Clause:
         if any(is_formula[:size]) or any(map(_CHANGES.fullmatch, nouns)) and not is_share:
             return False
         if preposition == "than":  # a difference; "30 minutes more than an hour" is none
-            return role == "object" and not goes_on and split_unit(f"1 {rest[-1]}")[1] is None
+            is_more = len(nouns) == 1 and _COPULAS & {*self.words[:start]}  # "is 5 more than needed"
+            return role == "object" and not goes_on and not is_more and split_unit(f"1 {rest[-1]}")[1] is None
         if len(nouns) > 1 and _PLURAL.fullmatch(nouns[-2]) and _COMPARATIVE.fullmatch(nouns[-1]):
             return False  # "30 minutes longer"
         is_noun = (

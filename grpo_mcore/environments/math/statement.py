@@ -108,10 +108,11 @@ _CORRECTED = re.compile(
 )
 # A denial or a doubt: no answer is read from a clause with one of these.
 _DOUBT = re.compile(
-    rf"\A(?:[Ii]nitially|[Oo]riginally)\b|\b(?i:not|no|never|neither|nor|cannot|can be|fails?|failed|without|maybe|"
-    rf"perhaps|possibly|might|could|guess|bound|hoped|tried|at first|1 of (?:the|these|those)|counterexample|let(?! me\b|'s)|"
-    rf"ends? in|estimates?|depends?|doubt|{_REFUSED}|your|assume|suppose|whether|if|unless|unknown|unclear|otherwise|"
-    r"too (?:much|many|large|big|small|high|low)|except|give or take|note|recall|want|prove|"
+    rf"\A(?:[Ii]nitially|[Oo]riginally|[Ss]o far)\b|\b(?i:not|no|never|neither|nor|cannot|can be|fails?|failed|without|"
+    rf"maybe|perhaps|possibly|might|could|guess|bound|hoped|tried|at first|1 of (?:the|these|those)|counterexample|"
+    rf"let(?! me\b|'s)|ends? in|estimates?|depends?|doubt|{_REFUSED}|your|assume|suppose|whether|if|unless|unknown|"
+    r"unclear|otherwise|thinks|believes|claims|says|too (?:much|many|large|big|small|high|low)|"
+    r"except|give or take|note|recall|want|prove|"
     r"nicht|kein|pas|non|não|не|niet|inte|nie)\b|\bmay\b|"
     r"n't\b|\?|\\(?:ne|not|[lc]?dots)(?![a-zA-Z])|\.\.\.|[不没沒非未吗]|ではな|ではあ|じゃな|아니|아닙|않|至少|至多|最多|最少|"
     r"大于|小于|多于|少于|超过|超過|可能|也许|以上|以下|이상|이하|초과|미만|보다|(?<=\d) ?[的の]"
