@@ -81,11 +81,16 @@ def quick_recipe(recipe: str) -> list[str]:
     return [*one_process, *steps, *(f"{key}={folder / path}" for key, path in paths.items())]
 
 
+def whole_recipe(recipe: str) -> list[str]:
+    """Return the overrides of the whole demo of a recipe: the band with which it is compared, if it has one."""
+    return [f"logger.alarms.band=bands/{recipe}.json"] if recipe == GRPO else []
+
+
 def _grpo(recipe: str, overrides: Sequence[str], held: ExitStack, *, quick: bool = False) -> int:
     """Run the demo of a GRPO recipe. grpo.seed also determines the task, the untrained model and the warm-up."""
     started_at, folder = time.perf_counter(), (QUICK if quick else FOLDERS)[recipe]
-    overrides = [*quick_recipe(recipe), *overrides] if quick else overrides
-    grpo = load_recipe(recipe, overrides)  # a wrong override shows first
+    own = quick_recipe(recipe) if quick else whole_recipe(recipe)
+    grpo = load_recipe(recipe, [*own, *overrides])  # a wrong override shows first
     untrained = folder / "untrained"
     sft = warm_up_recipe(folder, folder / "task", grpo.config.grpo.seed, QUICK_WARM_UP if quick else None)
 

@@ -28,10 +28,14 @@ def test_a_folder_with_a_live_run_is_left_alone(
     assert (folder / "logs" / "metrics.jsonl").read_text() == "results"
 
 
-@pytest.mark.parametrize("recipe", demo.QUICK)
-def test_the_band_of_a_quick_demo_is_of_the_recipe_as_it_is(recipe: str) -> None:
-    """A changed recipe needs a new one: `grpo-mcore sweep grpo-arithmetic-cpu --algorithm demo-quick --seeds 20`."""
-    config = load_recipe(recipe, demo.quick_recipe(recipe)).config
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [*((recipe, demo.quick_recipe(recipe)) for recipe in demo.QUICK), (demo.GRPO, demo.whole_recipe(demo.GRPO))],
+)
+def test_the_band_of_a_demo_is_of_the_recipe_as_it_is(recipe: str, words: list[str]) -> None:
+    """A changed recipe needs a new one: `grpo-mcore sweep grpo-arithmetic-cpu --algorithm demo --seeds 20 --band ...`,
+    or `--algorithm demo-quick`."""
+    config = load_recipe(recipe, words).config
     band, reason = band_of(config.model_dump(mode="json"))
     assert band is not None and reason is None and len(band.seeds) >= 20 and len(band_text(band)) <= LARGEST_BYTES
     assert [change for change in changes(band.settings, config) if change.key in band.settings] == []
