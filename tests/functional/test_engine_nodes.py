@@ -20,23 +20,20 @@ from grpo_mcore.cluster import WorkerFailed
 from grpo_mcore.cluster.ray_cluster import RayCluster
 from grpo_mcore.driver.engines.engine_group import EngineGroup
 from grpo_mcore.driver.policy.policy_group import PolicyGroup
-from grpo_mcore.driver.policy.refit_settings import RefitSettings
 from grpo_mcore.driver.run.checks import check_run
 from grpo_mcore.driver.run.setup import start_engines, wait_until_ready
-from grpo_mcore.families import read_hf_config, shape_of
 from grpo_mcore.generation import Engine
-from grpo_mcore.layout import PolicyLayout
-from grpo_mcore.recipe import MasterConfig, load_recipe
+from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.trajectory import Sampling, Trajectory
 from tests.functional import engine_cases
 from tests.functional.engine_cases import CONTEXT, Policy, PolicyRank, make_model, request, worst_difference
-from tests.functional.runs import Task, grpo_recipe, run_command, write_recipe
+from tests.functional.ray_policy import change, policy_group, recipe_of
+from tests.functional.runs import Task, grpo_recipe, run_command
 from tests.processes_below import with_words
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.every_state
 
-GIB = 2**30
 DEADLINE_S = 150.0
 REQUESTS = [request(number) for number in range(6)]
 SAMPLING = Sampling(max_new_tokens=24)
@@ -78,31 +75,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
 
 
 def recipe_for(folder: Path, nodes: int = 2, **generation: Any) -> MasterConfig:
-    recipe = {
-        "policy": {
-            "model_name": str(folder),
-            "precision": "float32",
-            "max_total_sequence_length": CONTEXT,
-            "generation": {
-                "vllm_cfg": {"kv_cache_memory_gb": 0.1, "tensor_parallel_size": 2, "load_format": "auto"},
-                **generation,
-            },
-        },
-        "data": {"train": {"data_path": "train.jsonl"}},  # never read
-        "cluster": {"platform": "cpu", "num_nodes": nodes, "gpus_per_node": 1, "max_engine_restarts": 4},
-    }
-    return load_recipe(write_recipe(folder.parent, recipe), []).config
+    cluster = {"num_nodes": nodes, "gpus_per_node": 1, "max_engine_restarts": 4}
+    return recipe_of(folder, {"tensor_parallel_size": 2, "load_format": "auto"}, cluster, **generation)
 
 
 @pytest.fixture(scope="module")
 def policy(cluster: RayCluster, folder: Path) -> PolicyGroup:
     """Two tensor-parallel ranks, one on each node."""
-    how: dict[str, Any] = {"cpus": 0.1, "env": {"OMP_NUM_THREADS": "1"}, "nodes": 2}
-    workers = cluster.spawn_group("policy", Rank, [(str(folder),)] * 2, **how)
-    return PolicyGroup(
-        cluster, workers, PolicyLayout(2, 1, 1), shape_of(read_hf_config(folder)), str(folder), "float32",
-        RefitSettings(2 * 34_304 / GIB, "full"),
-    )  # fmt: skip
+    return policy_group(cluster, folder, Rank, nodes=2)
 
 
 @pytest.fixture(scope="module")
@@ -138,14 +118,6 @@ def lives(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def change(policy: PolicyGroup, twin: Policy, seed: int) -> None:
-    calls = [worker.call("change", seed) for worker in policy.workers]
-    twin.change(seed)
-    for call in calls:
-        call.result()
-    policy.updates = seed - 1
 
 
 def test_its_samples_have_the_log_probs_of_transformers_before_and_after_a_refit(

@@ -10,29 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from grpo_mcore.algorithms.grpo import refit_policy_generation
 from grpo_mcore.cluster import WorkerFailed
 from grpo_mcore.cluster.ray_cluster import RayCluster
 from grpo_mcore.driver.engines.engine_group import EngineGroup
 from grpo_mcore.driver.policy.policy_group import PolicyGroup
-from grpo_mcore.driver.policy.refit_settings import RefitSettings
 from grpo_mcore.driver.policy.refit_step import refit_once
 from grpo_mcore.driver.run.checks import check_run
 from grpo_mcore.driver.run.setup import start_engines, wait_until_ready
-from grpo_mcore.families import read_hf_config, shape_of
-from grpo_mcore.layout import PolicyLayout
-from grpo_mcore.recipe import MasterConfig, load_recipe
+from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.refit.plan.plan import RefitError
 from grpo_mcore.refit.transport.shared_memory import PREFIX, SEGMENTS
 from grpo_mcore.rollout.trajectory import Sampling, Trajectory
-from tests.functional.engine_cases import CONTEXT, Policy, PolicyRank, check_spans, make_model, request
-from tests.functional.runs import write_recipe
+from tests.functional.engine_cases import CONTEXT, Policy, check_spans, make_model, request
+from tests.functional.ray_policy import change, policy_group, recipe_of
 
 pytestmark = pytest.mark.every_state
 
-GIB = 2**30
 LONG = Sampling(max_new_tokens=120)
 DEADLINE_S = 120.0
 
@@ -127,26 +122,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
 
 @pytest.fixture(scope="module")
 def config(folder: Path) -> MasterConfig:
-    recipe = {
-        "policy": {
-            "model_name": str(folder),
-            "precision": "float32",
-            "max_total_sequence_length": CONTEXT,
-            "generation": {"vllm_cfg": {"kv_cache_memory_gb": 0.1}},
-        },
-        "data": {"train": {"data_path": "train.jsonl"}},  # never read
-        "cluster": {"platform": "cpu"},
-    }
-    return load_recipe(write_recipe(folder.parent, recipe), []).config
+    return recipe_of(folder, {}, {})
 
 
 @pytest.fixture(scope="module")
 def policy(cluster: RayCluster, folder: Path) -> PolicyGroup:
-    workers = cluster.spawn_group("policy", PolicyRank, [(str(folder),)] * 2, cpus=0.1, env={"OMP_NUM_THREADS": "1"})
-    return PolicyGroup(
-        cluster, workers, PolicyLayout(2, 1, 1), shape_of(read_hf_config(folder)), str(folder), "float32",
-        RefitSettings(2 * 34_304 / GIB, "full"),
-    )  # fmt: skip
+    return policy_group(cluster, folder)
 
 
 @pytest.fixture(scope="module")
@@ -162,16 +143,6 @@ def twin(folder: Path) -> Iterator[Policy]:
     twin = Policy(folder)
     yield twin
     twin.close()
-
-
-def change(policy: PolicyGroup, twin: Policy, seed: int) -> dict[str, Tensor]:
-    """New weights, the same on the ranks and in the twin. Returns them; the policy's next version is `seed`."""
-    calls = [worker.call("change", seed) for worker in policy.workers]
-    twin.change(seed)
-    for call in calls:
-        call.result()
-    policy.updates = seed - 1
-    return {name: parameter.detach().clone() for name, parameter in twin.reference.named_parameters()}
 
 
 def paced(group: Any, worker: int, gates: dict[str, Callable[[], None]], patch: pytest.MonkeyPatch) -> None:

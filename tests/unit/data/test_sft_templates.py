@@ -32,13 +32,14 @@ SAID = (
     "parts[0].split('<think>')[-1].strip('\n') if parts|length > 1 else '' %}"
 )
 RESULT = "<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
-QWEN3 = (
-    LAST_QUESTION
-    + "{% for m in messages %}{% if m.role == 'tool' %}"
-    + RESULT
-    + "{% else %}"
-    + TURN
+TOOL_OR_ASSISTANT = (
+    LAST_QUESTION + "{% for m in messages %}{% if m.role == 'tool' %}" + RESULT + "{% else %}" + TURN
     + "{% if m.role == 'assistant' %}"
+)  # fmt: skip
+OTHER_AND_END = "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endif %}{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+QWEN3 = (
+    TOOL_OR_ASSISTANT
     + SAID
     + "{% if loop.index0 > ns.last and (loop.last or thought) %}<think>\n{{ thought }}\n</think>\n\n{% endif %}"
     "{{ said }}{% for c in m.tool_calls or [] %}{{ '\n' if said or not loop.first }}"
@@ -53,30 +54,14 @@ XML_CALL = (
     "</tool_call>\n{% endfor %}"
 )
 QWEN35 = (
-    LAST_QUESTION
-    + "{% for m in messages %}{% if m.role == 'tool' %}"
-    + RESULT
-    + "{% else %}"
-    + TURN
-    + "{% if m.role == 'assistant' %}"
-    + SAID
-    + "{% if loop.index0 > ns.last %}<think>\n{{ thought }}\n</think>\n\n"
-    "{% endif %}{{ said }}" + XML_CALL + "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    TOOL_OR_ASSISTANT + SAID + "{% if loop.index0 > ns.last %}<think>\n{{ thought }}\n</think>\n\n"
+    "{% endif %}{{ said }}" + XML_CALL + OTHER_AND_END + PROMPT
 )
 NEMOTRON3 = (
-    LAST_QUESTION
-    + "{% for m in messages %}{% if m.role == 'tool' %}"
-    + RESULT
-    + "{% else %}"
-    + TURN
-    + "{% if m.role == 'assistant' %}{% if m.reasoning_content %}{% if loop.index0 > ns.last %}"
+    TOOL_OR_ASSISTANT + "{% if m.reasoning_content %}{% if loop.index0 > ns.last %}"
     "<think>\n{{ m.reasoning_content }}\n</think>\n{{ m.content }}{% else %}<think></think>{{ m.content }}{% endif %}"
     "{% elif '<think>' in m.content or '</think>' in m.content %}{{ m.content }}"
-    "{% else %}<think></think>{{ m.content }}{% endif %}"
-    + XML_CALL
-    + "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    "{% else %}<think></think>{{ m.content }}{% endif %}" + XML_CALL + OTHER_AND_END + PROMPT
 )
 GLM = (
     LAST_QUESTION

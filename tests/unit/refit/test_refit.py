@@ -296,27 +296,21 @@ def test_a_failing_abort_is_told_with_the_first_error() -> None:
     assert "stage_refit" in str(caught.value) and "engine-1 is gone" in " ".join(caught.value.__notes__)
 
 
-@pytest.mark.parametrize("side", ["policy-1", "engine-1"])
-def test_another_plan_on_one_side_is_found_before_the_first_byte(side: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "side", "wrong", "message"),
+    [
+        ("open_refit", "policy-1", {"digest": "0123456789abc"}, "policy-1 has the plan 0123456789ab, the driver {}"),
+        ("start_refit", "engine-1", {"digest": "0123456789abc"}, "engine-1 has the plan 0123456789ab, the driver {}"),
+        ("open_refit", "policy-0", {"bytes": 0}, "policy-0 would send 0 bytes, the plan has"),
+    ],
+)
+def test_another_plan_on_one_side_is_found_before_the_first_byte(
+    method: str, side: str, wrong: dict[str, Any], message: str
+) -> None:
     world = World(make_plan(2))
-    method = "open_refit" if side.startswith("policy") else "start_refit"
     honest = getattr(world, method)
-
-    def other(worker: str, *args: Any) -> dict:
-        answer = honest(worker, *args)
-        return answer | {"digest": "0123456789ab" * 5} if worker == side else answer
-
-    setattr(world, method, other)
-    with pytest.raises(RefitError, match=f"{side} has the plan 0123456789ab, the driver {world.plan.digest[:12]}"):
-        run(world)
-    assert not any(method == "send_refit" for _, method in world.log)
-
-
-def test_ranks_that_would_send_less_than_planned_are_found_before_the_first_byte() -> None:
-    world = World(make_plan(2))
-    honest = world.open_refit
-    world.open_refit = lambda *args: honest(*args) | {"bytes": 0}  # type: ignore[method-assign]
-    with pytest.raises(RefitError, match="policy-0 would send 0 bytes, the plan has"):
+    setattr(world, method, lambda worker, *args: honest(worker, *args) | (wrong if worker == side else {}))
+    with pytest.raises(RefitError, match=message.format(world.plan.digest[:12])):
         run(world)
     assert not any(method == "send_refit" for _, method in world.log)
 
