@@ -21,19 +21,24 @@ import torch
 
 from grpo_mcore.algorithms import grpo
 from grpo_mcore.cli.main import main
-from grpo_mcore.cli.train.demo import GRPO, QUICK, VISION, quick_recipe
+from grpo_mcore.cli.train.demo import GRPO, PPO, QUICK, VISION, quick_recipe
+from grpo_mcore.driver.policy import policy_worker
 from grpo_mcore.driver.run import loop_parts
 from grpo_mcore.environments.math.math_environment import MathEnvironment
 from grpo_mcore.environments.rules.rule_environment import RuleEnvironment
-from grpo_mcore.objective import loss
+from grpo_mcore.objective import critic, loss
 from grpo_mcore.parallel.weights import tower
 from grpo_mcore.refit.policy_side.sender import RefitSender
 from grpo_mcore.rollout.trajectory import Trajectory
 from grpo_mcore.step import advantages
 from grpo_mcore.tools.report.run_files import find_run, read_run
 
-OPTIMIZER = "policy.megatron_cfg.optimizer"
-RATES = {GRPO: {"lr": 6e-4, "min_lr": 6e-5}, VISION: {"lr": 1e-3, "min_lr": 3e-4}}
+OPTIMIZER = "megatron_cfg.optimizer"
+RATES = {
+    GRPO: {"policy": (6e-4, 6e-5)}, PPO: {"policy": (6e-4, 6e-5), "value": (2e-3, 2e-4)},
+    VISION: {"policy": (1e-3, 3e-4)},
+}  # fmt: skip
+"""Highest and lowest learning rate of each model, by recipe."""
 Plant = Callable[[Path], object]
 """Changes the code of its process, or the files in a demo's folder."""
 
@@ -44,8 +49,9 @@ def changed(owner: Any, name: str, change: Callable[..., Any]) -> Plant:
     return lambda _: setattr(owner, name, lambda *args, **named: change(original(*args, **named), *args))
 
 
-def rate(factor: float) -> Callable[[str], list[str]]:
-    return lambda recipe: [f"{OPTIMIZER}.{key}={factor * value}" for key, value in RATES[recipe].items()]
+def rate(factor: float, model: str = "policy") -> Callable[[str], list[str]]:
+    names = [f"{model}.{OPTIMIZER}.{key}" for key in ("lr", "min_lr")]
+    return lambda recipe: [f"{key}={factor * value}" for key, value in zip(names, RATES[recipe][model], strict=True)]
 
 
 def rewards(change: Callable[[float], float]) -> Plant:
@@ -64,46 +70,61 @@ def each_row(change: Callable[[list[dict[str, Any]], int], dict[str, Any]]) -> P
     """Plant `change(rows, index)` in place of each row of the training data."""
 
     def write(folder: Path) -> None:
-        file = folder / "task" / "train.jsonl"
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        file.write_text("\n".join(json.dumps(change(rows, index)) for index in range(len(rows))) + "\n")
+        for file in [*folder.glob("task/train.jsonl"), *folder.glob("task/mixed.jsonl")]:
+            rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+            file.write_text("\n".join(json.dumps(change(rows, index)) for index in range(len(rows))) + "\n")
 
     return write
 
 
+def opposite(targets: Any) -> Any:
+    """Return the targets of a step with advantages of the other sign, those of tokens (mean, scale) too."""
+    by_token = targets.by_token and (targets.by_token[0], -targets.by_token[1])
+    return replace(targets, advantages=-targets.advantages, by_token=by_token)
+
+
+GAE = critic.gae
+
+
 @dataclass(frozen=True)
 class Fault:
-    """`words`: changes of the recipe; `only`: the demo for which it is a fault."""
+    """`words`: changes of the recipe; `of`: the demos for which it is a fault."""
 
     name: str
     plant: Plant = lambda _: None
     words: Callable[[str], list[str]] = lambda _: []
-    only: str | None = None
+    of: tuple[str, ...] = (GRPO, PPO, VISION)
 
 
 FAULTS = [
     Fault("learning rate x 30", words=rate(30)),
     Fault("learning rate / 30", words=rate(1 / 30)),
-    Fault("weight decay of 10", words=lambda _: [f"{OPTIMIZER}.weight_decay=10"]),
-    Fault("answers of two tokens", words=lambda _: ["policy.generation.max_new_tokens=2"], only=GRPO),
+    Fault("weight decay of 10", words=lambda _: [f"policy.{OPTIMIZER}.weight_decay=10"]),
+    Fault("answers of two tokens", words=lambda _: ["policy.generation.max_new_tokens=2"], of=(GRPO, PPO)),
     Fault("KL of the wrong sign", changed(loss, "kl_penalty", lambda penalty, *_: -penalty),
           lambda _: ["loss_fn.reference_policy_kl_penalty=0.5"]),
-    Fault("advantages of the wrong sign", changed(
-          grpo, "compute_targets", lambda it, *_: (replace(it[0], advantages=-it[0].advantages), it[1]))),
-    Fault("groups mixed up", changed(advantages, "_group_ids", lambda of, _: torch.arange(len(of)) % len(of.unique()))),
+    Fault("advantages of the wrong sign", changed(grpo, "compute_targets", lambda it, *_: (opposite(it[0]), it[1]))),
+    Fault("groups mixed up", changed(advantages, "_group_ids", lambda of, _: torch.arange(len(of)) % len(of.unique())),
+          of=(GRPO, VISION)),
+    Fault("critic's learning rate / 30", words=rate(1 / 30, "value"), of=(PPO,)),
+    Fault("lambda of the wrong sign", changed(
+          critic, "gae", lambda _, values, rewards, gamma, lambda_: GAE(values, rewards, gamma, -lambda_)), of=(PPO,)),
+    Fault("advantages of the next token", changed(
+          policy_worker, "critic_columns", lambda it, *_: {name: of.roll(-1, -1) for name, of in it.items()}),
+          of=(PPO,)),
     Fault("mask shifted by one", changed(Trajectory, "loss_mask", lambda mask, _: mask.roll(-1))),
     Fault("last token left out", changed(Trajectory, "loss_mask", lambda mask, _: mask & mask.roll(-1))),
     Fault("engine keeps its first weights", first_weights),
     Fault("drawn at temperature 1.5", changed(loop_parts, "sampling_of", lambda it, *_: replace(it, temperature=1.5))),
     Fault("rewards x 10", rewards(lambda reward: 10 * reward)),
     Fault("rewards of the wrong sign", rewards(lambda reward: 1 - reward)),
-    Fault("policy sees the negatives", changed(tower, "pixels", lambda it, *_: (-it[0], it[1])), only=VISION),
+    Fault("policy sees the negatives", changed(tower, "pixels", lambda it, *_: (-it[0], it[1])), of=(VISION,)),
     Fault("another chat template", lambda folder: [
           it.write_text(it.read_text().replace("<assistant>", "<user>")) for it in folder.glob("base/**/*.jinja")]),
     Fault("answers of other rows", each_row(lambda rows, i: rows[i] | {"output": rows[i - 1]["output"]})),
     Fault("the same prompts again", each_row(lambda rows, i: rows[i % 8])),
-    Fault("no question", each_row(lambda rows, i: rows[i] | {"input": "="}), only=GRPO),
-    Fault("one image for all", each_row(lambda rows, i: rows[i] | {"image": rows[0]["image"]}), only=VISION),
+    Fault("no question", each_row(lambda rows, i: rows[i] | {"input": "="}), of=(GRPO, PPO)),
+    Fault("one image for all", each_row(lambda rows, i: rows[i] | {"image": rows[0]["image"]}), of=(VISION,)),
 ]  # fmt: skip
 
 
@@ -145,5 +166,5 @@ if __name__ == "__main__":
     if not without.is_dir():
         run(without, ["demo", "--quick", f"--recipe={of}", "grpo.seed=101"])
     for it in FAULTS:
-        if it.only in (None, of) and (not names or it.name in names):
+        if of in it.of and (not names or it.name in names):
             print(study(of, it, without), flush=True)

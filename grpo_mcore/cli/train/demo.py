@@ -11,11 +11,11 @@ from pathlib import Path
 
 from grpo_mcore.recipe import MasterConfig, load_recipe
 
-GRPO, DISTILL, VISION = "grpo-arithmetic-cpu", "distill-arithmetic-cpu", "grpo-vision-cpu"
-NANO = "grpo-nano-v3-cpu"
+GRPO, PPO, DISTILL = "grpo-arithmetic-cpu", "ppo-arithmetic-cpu", "distill-arithmetic-cpu"
+VISION, NANO = "grpo-vision-cpu", "grpo-nano-v3-cpu"
 FOLDERS = {
     GRPO: Path("results/demo"),
-    "ppo-arithmetic-cpu": Path("results/demo-ppo"),
+    PPO: Path("results/demo-ppo"),
     "sao-arithmetic-cpu": Path("results/demo-sao"),
     NANO: Path("results/demo-nano-v3"),
     DISTILL: Path("results/demo-distill"),
@@ -23,7 +23,11 @@ FOLDERS = {
 }
 """Output folder of the demo of each recipe."""
 
-QUICK = {GRPO: Path("results/demo-quick"), VISION: Path("results/demo-vision-quick")}
+QUICK = {
+    GRPO: Path("results/demo-quick"),
+    PPO: Path("results/demo-ppo-quick"),
+    VISION: Path("results/demo-vision-quick"),
+}
 """Output folder of the quick demo of each recipe that has one. It replaces nothing of the whole one."""
 QUICK_HIGHEST, QUICK_HELD_OUT, QUICK_WARM_UP = 19, 60, 200
 """The quick demo's sums: of numbers up to this one, so many of them held out, and steps of the warm-up."""
@@ -72,12 +76,15 @@ def _begin(folder: Path, held: ExitStack) -> None:
 def quick_recipe(recipe: str) -> list[str]:
     """Return the overrides that make a run of half a minute of a demo's recipe: no Ray, one rank, few steps."""
     folder, model = QUICK[recipe], "base" if recipe == VISION else "base/hf"
+    train = "task/mixed.jsonl" if recipe == PPO else "task/train.jsonl"
     paths = {"logger.log_dir": "logs", "checkpointing.checkpoint_dir": "checkpoints", "policy.model_name": model,
-             "data.train.data_path": "task/train.jsonl", "data.validation.data_path": "task/val.jsonl"}  # fmt: skip
+             "data.train.data_path": train, "data.validation.data_path": "task/val.jsonl"}  # fmt: skip
     one_process = ["cluster.backend=local", "cluster.gpus_per_node=1"]
     one_process += ["policy.megatron_cfg.tensor_model_parallel_size=1"]
     steps = ["grpo.max_num_steps=30", "grpo.val_period=0", "checkpointing.save_period=30"]
     steps.append(f"logger.alarms.band=bands/{recipe}-quick.json")
+    if recipe == PPO:
+        steps.append("ppo.max_num_epochs=30")  # each step takes more than half of the prompts
     return [*one_process, *steps, *(f"{key}={folder / path}" for key, path in paths.items())]
 
 

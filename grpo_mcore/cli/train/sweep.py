@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run what is not finished, then print the table and write the page. Return 0 if every run is finished, 75 if a run
     was stopped on request, else 1."""
-    from grpo_mcore.cli.train.demo import no_demo, quick_recipe
+    from grpo_mcore.cli.train.demo import no_demo, quick_recipe, whole_recipe
     from grpo_mcore.observe.logger import check_loggers
     from grpo_mcore.recipe.loading.load import presets_of
     from grpo_mcore.tools.sweep import check_band, claim_band, claim_folder, state, sweep_runs
@@ -87,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
         if reason := no_demo(args.recipe, quick=quick):
             print(f"grpo-mcore sweep: {reason}", file=sys.stderr)
             return 2
-        command, below = [*DEMOS[args.algorithm], f"--recipe={args.recipe}"], quick_recipe(args.recipe) if quick else []
+        below = quick_recipe(args.recipe) if quick else whole_recipe(args.recipe)
+        command = [*DEMOS[args.algorithm], f"--recipe={args.recipe}"]
     else:
         command = [VERBS[args.algorithm], args.recipe, "--resume", "auto"]
 
