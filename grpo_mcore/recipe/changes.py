@@ -47,8 +47,9 @@ def changes(saved: Mapping[str, Any], config: RecipeSections) -> list[Change]:
 
 
 def follows(key: str, values: Mapping[str, Any]) -> bool:
-    """Return whether a key has the value that a recipe which leaves it null gives it. `values`: of all full keys."""
-    meaning = NULL_MEANS.get(key)
+    """Return whether a key has the value that a recipe which leaves it out gives it: of a critic's keys, that of the
+    policy's. `values`: of all full keys."""
+    meaning = (f"policy.{key[6:]}",) if key.startswith("value.") else NULL_MEANS.get(key)
     sources: list[Any] = [values.get(source) for source in meaning] if isinstance(meaning, tuple) else [meaning]
     if meaning is None or any(value is None for value in sources):
         return False

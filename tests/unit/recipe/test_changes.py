@@ -67,6 +67,10 @@ def test_keys_that_follow_from_a_changed_one_are_left_out() -> None:
     before = config(policy=written)
     after = config(policy=written | {"max_grad_norm": 0.25})
     assert [change.key for change in changes(before.model_dump(mode="json"), after)] == ["policy.max_grad_norm"]
+    decays = [{"model_name": "m", "megatron_cfg": {"optimizer": {"weight_decay": decay}}} for decay in (0.0, 0.1)]
+    before, after = (config(policy=written | decay, ppo={}) for decay in decays)
+    keys = [change.key for change in changes(before.model_dump(mode="json"), after)]
+    assert keys == ["policy.megatron_cfg.optimizer.weight_decay"], "a critic's follows"
 
 
 @pytest.mark.parametrize("side", ["saved", "now"])
