@@ -105,6 +105,7 @@ STATISTICS = {
     "equal_groups": Statistic(("zero_advantage_rate",), "share"),
     "critic_loss": Statistic(("critic/loss",), "log", 0.05),
     "explained_var": Statistic(("critic/explained_var",), "excess"),
+    "critic_values": Statistic(("critic/values_mean",)),
     "loss": Statistic(("val_loss", "loss"), tested=False),
     "tokens": Statistic(("tokens",), tested=False),
     "truncated": Statistic(("truncation_rate",), tested=False),
