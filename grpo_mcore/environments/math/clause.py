@@ -52,7 +52,7 @@ _COMBINES = re.compile("add|subtract|multipl|divid|compar|round")
 _PLURAL = re.compile(r".*(?:s|people|children|men|women|feet|mice|teeth|fish|sheep|percent|money)")
 _COMPARATIVE = re.compile(r"more|fewer|less|(?!altogether|together)[a-z]{3,}er")
 _BEHIND = set(
-    "left remaining altogether together overall combined total exactly each all square cubic now today again".split()
+    "left remaining back altogether together overall combined total exactly each all square cubic now again".split()
 )
 _UNIT = re.compile(r"(?:[mck]m|kg|mg|ml|m[Ll]|ft|lbs?|oz|yd|hrs?)[.,;]?")
 _MODAL = re.compile(r"ha[sd]|have|need(?:s|ed)?|able|going|ought|used|required")
@@ -60,7 +60,6 @@ _ABOUT = re.compile(r"\b(?:about|approximately|roughly|around)\b|[约約]|大概
 # With one of these a word of Chinese, Japanese or Korean states the number behind it; 接近 and 约 do not.
 _BEFORE_A_NUMBER = set("剩是为為有于於共计計得到即成案值はがも은는이가")
 _SHORT_WORDS = set("of to or is it we so he no if as at be us my by in on an up do é è es el la le il un".split())
-_FORMULA_WORDS = set("gcd lcm max min".split())
 _LISTED = {"and": ",", "和": ",", "と": ",", "와": ",", "과": ","}
 _LISTED |= dict.fromkeys(("or", "或", "または", "또는", "oder", "ou", "o", "или"), " or")
 
@@ -74,8 +73,7 @@ def is_formula(token: str) -> bool:
     word = re.fullmatch(r"[^\w\\]*([^\W\d_]+)((?:[/'’-][^\W\d_]+)*)['’]?[^\w\\]*", token)
     if word is None or len(word[2]) > 3:
         return word is None
-    is_variable = len(word[1]) < 3 and word[1].lower() not in _SHORT_WORDS
-    return is_variable or word[1].lower() in _FORMULA_WORDS or re.fullmatch("[IVX]+", word[1]) is not None
+    return len(word[1]) < 3 and word[1].lower() not in _SHORT_WORDS
 
 
 def has_words(text: str) -> bool:
@@ -179,8 +177,9 @@ class Clause:
             if words[head] == "number" and words[max(head - 1, 0)] in {*_COPULAS, "number"}:
                 return "unclear"
             head -= 1
-        if head >= 0 and words[head] in ("equation", "line", "point") and re.search(r"=|^\(", formula):
-            head -= 2 if words[head - 1 : head] == ["the"] else 1  # "the line x = 5"
+        if head >= 0 and words[head] in ("equation", "line", "point", "interval") and re.search(r"=|^[(\[]", formula):
+            is_or_at = [at for at in range(head) if words[at] in {*_COPULAS, "at"}]  # "is the line x = 5"
+            head = max(is_or_at, default=head - 1)
         if head < 0:  # "the 9 players" are known already
             return "unclear" if words[start - 1 : start] == ["the"] and end < len(words) else "subject"
         word, before = words[head], words[head - 1] if head else ""
@@ -190,8 +189,6 @@ class Clause:
             return "object"
         if word.endswith("ly") or _CHANGES.fullmatch(word):
             return "unclear"
-        if word == "that":
-            return "object" if "=" in formula else "subject"
         if word in _PREPOSITIONS or word == "year":
             behind = words[end] if self._is_counted(end) else ""
             time = r"(?:second|minute|hour|day|week|month|year)s?|(?:1[5-9]|20)\d\d"
@@ -245,7 +242,7 @@ class Clause:
             return False
         is_bare = goes_on and is_formula[size + 1] and not any(map(_PLURAL.fullmatch, nouns))
         return not (
-            preposition == "or" or "power" in rest or goes_on and (preposition == "and" or rest[:2] == ["as", "well"])
+            preposition == "or" or preposition == "and" and goes_on
             or preposition in ("to", "by", "in", "for", "over") and is_bare  # "5 in 7"
             or preposition == "to" and any(map(_CHANGES.fullmatch, rest))
         )  # fmt: skip

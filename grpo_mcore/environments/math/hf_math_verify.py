@@ -74,8 +74,10 @@ def hf_math_verify(response: str, ground_truth: str) -> tuple[bool, str | None]:
     is_same_text = _compact(normalized(statement.text)) == _compact(gold)
     if is_same_text and not (ORDINAL.search(statement.text) and statement.kind != "box"):
         answer = gold  # "at least 5" is right where it is the ground truth
-    elif statement.kind == "text" and not re.search(r"[\d\\]", answer or ""):
-        answer = gold if _WORDS.fullmatch(gold) and says(response, gold) else None
+    elif statement.kind == "text" and _WORDS.fullmatch(gold) and says(response, gold):
+        answer = gold
+    elif statement.kind == "text" and not re.search(r"[\d\\+*^=]", answer or ""):
+        answer = None
     shown = statement.text if statement.kind == "box" else answer
     return answer is not None and is_right(answer, gold), shown
 
@@ -98,6 +100,8 @@ def _negation_and_unit(answer: str, gold: str) -> bool | None:
     """Refuse an answer that is negated where the ground truth is not, or that has another unit."""
     if is_doubtful(answer) and not is_doubtful(gold):
         return False
+    if re.search(r"\d~[a-z]+~\d", answer + gold):  # 2 hours 30 minutes
+        return answer == gold
     units = [split_unit(text)[1] for text in (answer, gold)]
     return False if None not in units and units[0] != units[1] else None
 
@@ -182,7 +186,7 @@ def _texts(answer: str, gold: str) -> bool | None:
     plain = [re.sub(r"[ -]", "", text) for text in (last, gold_last)]
     is_anagram = sorted(plain[0].casefold()) == sorted(plain[1].casefold())
     are_labels = all(map(_LABEL_OR_WORD.fullmatch, plain)) and not all(map(_PRODUCT.fullmatch, plain))
-    return False if is_anagram and are_labels else None
+    return False if plain[0] != plain[1] and is_anagram and are_labels else None
 
 
 def _formulas(answer: str, gold: str) -> bool | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 
-from grpo_mcore.environments.math.units import OTHER_SCRIPTS
+from grpo_mcore.environments.math.units import OTHER_SCRIPTS, split_unit, with_compounds
 
 Match = re.Match[str]
 Spelling = tuple[str, str | Callable[[Match], str], str, str]
@@ -20,8 +20,8 @@ Spelling = tuple[str, str | Callable[[Match], str], str, str]
 _SIGNS = str.maketrans({
     **dict.fromkeys("\u2212\ufe63\u2011\u2010", "-"), **dict.fromkeys("÷∕⁄", "/"), **dict.fromkeys("·⋅", r"\cdot "),
     **dict.fromkeys("°º", r"^\circ "), **dict.fromkeys("′’", "'"), "×": r"\times ", "π": r"\pi ", "∞": r"\infty ",
-    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∅": r"\emptyset ", "±": r"\pm ", "∪": r"\cup ",
-    "∩": r"\cap ", "∈": r"\in ", "∠": r"\angle ", "⌊": r"\lfloor ", "⌋": r"\rfloor ",
+    "≡": r"\equiv ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∅": r"\emptyset ", "±": r"\pm ", 
+    "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∠": r"\angle ", "⌊": r"\lfloor ", "⌋": r"\rfloor ",
     "٪": "%", "٫": ".", "٬": ",", "。": ".", "、": ", ", "，": ", ",
 })  # fmt: skip
 INVISIBLE = dict.fromkeys(
@@ -34,7 +34,8 @@ _LOST = {"\x08": r"\b", "\x0c": r"\f", "\t": r"\t"}  # the escapes of LaTeX in J
 _STRUCK_OUT = re.compile(
     r"~~.+?~~|<(s|del|strike)>.*?</\1>|\\(?:[bx]?cancel|sout|st)\s*\{[^{}]*\}|(?<=[\w)}$])\s\[\d{1,2}\](?=[.\s]*$)|"
     r"\$?\\(?:blacksquare|qed)(?![a-zA-Z])\$?|\$\\[sS]quare\$|[∎■]|\bQ\.?E\.?D\.?(?=\s*$)|"
-    r"\s\((?:and )?not \$?-?[\d.]+\$?\)|\b(?:not|nicht|pas|no) \$?(?:-?[\d.]+|\(?[A-J]\)?)\$?,? "
+    r"</s>|<\|(?!begin_of_b|end_of_b)\w+\|>|<end_of_turn>|\s\((?:and )?not (?:[oi]n )?(?:\$?-?\d|[A-Z]\w)[^()]*\)|"
+    r"\b(?:not|nicht|pas|no) \$?(?:-?[\d.]+|\(?[A-J]\)?)\$?,? "
     r"(?:but|sondern|mais|sino) (?=rather |\$?[\dA-J(-])",
     re.DOTALL | re.MULTILINE,
 )
@@ -129,7 +130,6 @@ CHARACTERS: list[Spelling] = [
     (r"</?(?:b|strong|i|em|u|p|div|span|center)>", "", "<b>5</b>", "5"),
     (r"\A(?!.*\b(?:the|is|of|and)\b)(?=.*(?:€|\b(?i:euros?|d(?:er|ie|as)|ist|les?|est|el|es|il|è|é|ответ)\b)).*",
      lambda match: re.sub(r"(?<![\d.,(\[{])(\d+),(\d\d?)(?![\d,)\]}])", r"\1.\2", match[0]), "è 2,5", "è 2.5"),
-    (r"```\w*\n?", "", "```\n18\n```", "18\n"),
     (r"<\|begin_of_box\|>(.*?)<\|end_of_box\|>", r"\\boxed{\1}", "<|begin_of_box|>5<|end_of_box|>", r"\boxed{5}"),
     (r"([\x08\x0c\t])(?=(?:rac|inom|frac|ext|imes|heta|ar|oxed)(?:\s*\{|\s*[\d\\]))",
      lambda match: _LOST[match[1]], "\x0crac{1}{2}", r"\frac{1}{2}"),
@@ -165,6 +165,8 @@ FORMULAS: list[Spelling] = [
     (r"\\begin\s*\{(aligned|align\*?|gathered|split|equation\*?|cases|array)\}(?:\s*\{[clr|\s]+\})?(.*?)"
      r"\\end\s*\{\1\}", _system, r"\begin{aligned}x&=1\\y&=2\end{aligned}", "x=1, y=2"),
     # Numbers.
+    (r"(?<![\w.,(])\d{1,2}(?:(?:,|\{,\})\d\d)+(?:,|\{,\})\d00(?![\w,)])", lambda match: re.sub(r"\D", "", match[0]),
+     "2,50,000", "250000"),
     (rf"(?<![\d.,])(\d{{1,3}})((?:(?:{_SPACE}+|,\\!|\{{,\}}(?:\\!)?|'(?=\d{{3}}(?!\d)))\d{{3}})+)(?!\d)",
      lambda match: match[1] + re.sub(r"\D", "", match[2]), r"1{,}000\,000", "1000000"),
     (r"(?:(?<=[-+*/=$])|(?<=[-+*/=$] )|(?=[\d,]+\s*[-+*/=]))(?<![\d.,])(\d{1,3}(?:,\d{3})+)(?![\d,])",
@@ -178,6 +180,9 @@ FORMULAS: list[Spelling] = [
     (rf"(?<![\w.])(\d+(?:\.\d+)?){_SPACE}*(?i:(hundred|thousand|million|billion|trillion)\b|([{_CJK_SCALES}]))",
      _scaled, "2.5 million", "2500000"),
     (rf"(?<![\w-])(?i:{_NUMBER})(?!\w|-(?!(?:{_PART})\b))", _spelled_number, "two thousand and one", "2001"),
+    (r"\bDNE\b", "does not exist", "DNE", "does not exist"),
+    (r"(?<=\d )(?:(?:kilo|centi)?met(?:er|re)s?|miles?|feet|inches) per (?:hour|minute|second)\b",
+     lambda match: split_unit(f"1 {match[0]}")[1] or "", "60 kilometers per hour", "60 km/h"),
     (r"\bper cent\b", "percent", "5 per cent", "5 percent"),
     (r"\b(?i:(?:an?\s|1[\s-])?half)\b", "1/2", "one-half", "1/2"),
     (rf"(?<![\w.])(\d+|an?)[\s-](?i:({_PART}))\b", _spelled_fraction, "three quarters", "3/4"),
@@ -212,8 +217,6 @@ FORMULAS: list[Spelling] = [
     (r"_\s*\{\s*(\d+)\s*\}$|_(\d+)$|[\s(]*(?:in\s)?base[\s-]*(\d+)\)?$", r"_{\1\2\3}", "101 base two", "101_{2}"),
     # Sets, intervals and vectors.
     (r"\\varnothing", r"\\emptyset", r"\varnothing", r"\emptyset"),
-    (r"\\\\\s*\[\d*\.?\d+(?:pt|em|ex|mm)\]", r"\\\\", r"1\\[2pt]2", r"1\\2"),
-    (r"\\log\s*_\s*\{?\s*e\b\s*\}?", r"\\ln ", r"\log_e x", r"\ln x"),
     (r"\\langle(.*?)\\rangle", r"(\1)", r"\langle 1,2\rangle", "( 1,2)"),
     (r"(?<=[)\]])\s*U\s*(?=[(\[])", r" \\cup ", "(0,1) U (2,3)", r"(0,1) \cup (2,3)"),
     (rf"([(\[\]])({_BOUND});({_BOUND})(?=[)\[\]])", r"\1\2,\3", "(0;1]", "(0,1]"),
@@ -223,7 +226,6 @@ FORMULAS: list[Spelling] = [
      r"\{x \mid x>2\}", "x>2"),
     (rf"^(?!.*(?:[<>]|\\[lgn]e(?![a-zA-Z])))(.*[^\s~,(\\])(?:{_SPACE}|,)*\(?\s*{_INTEGER}\s*\)?$", r"\1",
      r"2k\pi\ (k\in\mathbb{Z})", r"2k\pi"),
-    (r"(?:,|\s)*(?:for (?:all|every)\s|\\forall).*$", "", "f(x) = x for all real x", "f(x) = x"),
     (r"^([-+]?\d+(?:\.\d+)?(?:\s\d+(?:\.\d+)?)+)$", lambda match: match[1].replace(" ", ", "), "1 2 3", "1, 2, 3"),
 ]  # fmt: skip
 
@@ -236,8 +238,9 @@ _CHARACTERS, _FORMULAS = (
 def as_said(text: str) -> str:
     """Return what a response says: of a JSON object its answer, and no text that is struck out, footnotes or emoji. A
     cross is a word, since it takes back what it stands beside."""
+    found = re.search(r"^\s*(\{.*\})\s*(?:```\s*)?\Z", text, re.DOTALL | re.MULTILINE)
     try:
-        record = json.loads(re.sub(r"^\s*```\w*\n|```\s*$", "", text)) if "{" in text else None
+        record = json.loads(found[1]) if found else None
     except ValueError:
         record = None
     if isinstance(record, dict):
@@ -266,4 +269,4 @@ def normalized(text: str) -> str:
     """Return an answer with its formulas in the spelling that math-verify reads."""
     for pattern, normal in _FORMULAS:
         text = pattern.sub(normal, text)
-    return text.strip()
+    return with_compounds(text.strip())

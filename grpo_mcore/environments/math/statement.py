@@ -45,13 +45,13 @@ _SENTENCE_END = re.compile(
 # The words with which a response states an answer in its own name: "So our final answer", "Die richtige Antwort".
 _OF_AN_ASSERTION = set(
     "so then thus hence therefore and but however now finally overall ultimately consequently in conclusion summary "
-    "short as expected required claimed computed shown above before indeed total the our my this a final correct "
-    "right best required desired requested needed exact numerical simplified complete that is means gives we i it get "
-    "have find found see conclude obtain say think believe only clearly obviously definitely d ll s am m confident "
-    "sure certain convinced follows know can must answer option choice letter key let me to question problem exercise "
-    "task puzzle be are equals would should will been het il o der die das lautet also daher somit deshalb damit ist "
-    "richtige korrekte endgültige la le les el los donc ainsi alors bonne correcte correcta bonnes finale réponse est "
-    "por lo tanto así que entonces respuesta es resposta correta risposta corretta".split()
+    "short as expected required claimed computed shown above before indeed total the our my this a final correct right "
+    "best required desired requested needed exact numerical simplified complete that is means gives we i it get have "
+    "find found see conclude obtain say think believe only clearly obviously definitely d ll s am m confident sure "
+    "certain convinced you re looking for follows know can must answer option choice letter key let me to question "
+    "problem exercise task puzzle be are equals would should will been het il o der die das lautet also daher somit "
+    "deshalb damit ist richtige korrekte endgültige la le les el los donc ainsi alors bonne correcte correcta bonnes "
+    "finale réponse est por lo tanto así que entonces respuesta es resposta correta risposta corretta".split()
 )
 _CONDITION = re.compile(
     r"\b(?:if|unless|suppose|assum\w+|let(?! me\b)|were|when|whether|provided|according|"
@@ -74,7 +74,7 @@ _CHECK = re.compile(
     r"(?<=\S)\s*\n\W*(?:verification|check|to (?:verify|check)|explanation|reason(?:ing)?|why|proof)\b.*\Z",
     re.IGNORECASE | re.DOTALL,
 )
-_REASON = re.compile(r"(?:(?:this|that|it)(?:'s| is) )?because\b[^,]*\Z", re.I)
+_REASON = re.compile(r"(?:(?:this|that|it)(?:'s| is) )?because\b[^,]*\Z|\((?:indeed|check)\b[^()]*\)\Z", re.I)
 _GOES_ON = re.compile(
     r"^(?:so|therefore|hence|thus|then|next|now),? (?:we|I|let) (?!are)\D*$|\b(?:how|what)\b.*\?$|"
     r"\b(?:need|have|want|remains?|going) to (?:compute|find|calculate|determine|solve|check|get)\b",
@@ -94,7 +94,8 @@ _TAKEN_BACK = re.compile(
     rf"(?:^|[.!?:;,(\n—–-])[\W_]*(?:(?:no,? )?wait|hold on|edit\b|though|nope|hmm+|oops|sorry|correction|actually|"
     rf"scratch that|on second thought|just kidding|or rather|i disagree|i (?:made|was)|let me (?:re|correct|fix|try)|"
     rf"(?:but|however,?) (?:that|this|it|i|the|he|she|they)\b|(?<!^)(?:no|nein|non)(?=\s*[,.;:!—–]))|"
-    rf"(?:^\W*|\b(?:this|that|which|it|he|she|they|book|answer|result|value)\s+)(?:is|are|was|were|ist|est|es)\s+{_DENIED}|"
+    rf"(?:^(?:\W*|[ $]*\w+ )|\b(?:this|that|which|it|he|she|they|book|answer|result|value)\s+)"
+    rf"(?:is|are|was|were|ist|est|es)\s+{_DENIED}|"
     rf"\((?!\W*[A-J]\b)[^()]{{0,20}}\b(?:wrong|incorrect|false|not)\b|"
     rf"\b(?:this|that|it|which|check\w*)(?:: this)? fails\b|[不错錯]对?",
     re.IGNORECASE,
@@ -118,22 +119,32 @@ _DOUBT = re.compile(
     r"大于|小于|多于|少于|超过|超過|可能|也许|以上|以下|이상|이하|초과|미만|보다|(?<=\d) ?[的の]"
 )
 _CLAUSE = re.compile(
-    r"(?<=\w):\s+|[,;:]\s+(?!(?:and|or)\b(?!\s(?:not|it)\b))(?=i\.e|[^\W\d_A-Z]{2})|"
+    r"(?<=\w):\s+|[,;:]\s+(?!(?:and|or)\b(?!\s(?:not|it)\b))(?=i\.e|[^\W\d_A-Z]{2}|\S+ (?:more|fewer|less|of) )|"
     r"\sand (?=(?:so|hence|thus|therefore)\b)|"
-    r"\s(?=(?:because|since|so(?! (?:far|that|many|much)\b)|but|and not|rather than|instead of|which)\b)"
+    r"\s(?=(?:because|since|so(?! (?:far|that|many|much)\b)|but|and not|rather than|instead of|which|compared|"
+    r"(?:al)?though|while|whereas)\b)"
 )
 _ASIDE = re.compile(
     r"(?:because|since|as|with(?! an? (?:total|sum))|including|like|unlike|compared|the same|twice|whose|not|and not|"
-    r"which (?:is|are|was|were)|where(?= \S+ (?:is|are|=|denotes)\b)|rather than|instead of|"
+    r"(?:even )?though|although|while|whereas|despite|given|now that|about|approximately|roughly|"
+    r"\$?\d+ (?:more|fewer|less) than|\d+ of (?:them|whom|which) \w+|"
+    r"which (?:(?:is|are|was|were)\b|(?!(?:gives?|means?|makes?|leaves?|yields?|equals?|shows?|implies|tells|"
+    r".* is|.* are)\b)\w+)|"
+    r"where(?= \S+ (?:is|are|=|denotes)\b)|rather than|instead of|"
     r"(?:and )?it (?:occurs|happens)|attained|achieved|reached)\b"
 )
-_REMARK = re.compile(r"\s(?:\((?=[^()]*[^\W\d_]{3})([^()]*)\)|[—–-] (?=which)([^—–]*) [—–-](?= ))")
+_REMARK = re.compile(r"\s(?:\((?=[^()]*(?<![\\a-zA-Z])[^\W\d_]{3})([^()]*)\)|[—–-] (?=which)([^—–]*) [—–-](?= ))")
+_DENIES_OTHERS = re.compile(rf"\s\(\$?-?\d[^()]*\b(?:fails?|too|not|{_REFUSED})\b")
 _ARTICLE = re.compile(r"\b[aA]n? (?!and\b|or\b)(?=[^\W\d_]{2}|\d)")
 _OPENING = re.compile(
     r"^(?:(?:in (?:conclusion|summary|short|total|all|the end)|finally|overall|to (?:summarize|conclude)),?|"
     r"[综上所述因此以故答于是由此得可知最终后したがって]+,|(?:since|after|with|by|[a-z]+ing)\s[^\d\\,]+,)\s",
     re.IGNORECASE,
 )
+_YES_OR_NO = re.compile(
+    r"(?:\A|[.!?\n]\s*|\b(?:so|hence|thus|therefore),? )(yes|no),(?!.*\b(?:yes|no|but)\b)[^.!?]*[.!]?\Z", re.I
+)
+_IMPLIES = re.compile(r"=>|[∴⇒⟹→⇔]|\\(?:implies|(?:Long)?[rR]ightarrow|iff|therefore)(?![a-zA-Z])")
 _NTH = re.compile(r"\$?\d+(?:[\^{}\\$]|text)*(?:st|nd|rd|th)\b[}$]*(?= [a-z])")
 ORDINAL = re.compile(r"\d(?:\W|text)*(?:st|nd|rd|th)\b")
 _ABOUT_THE_ANSWER = re.compile(r"\banswers?\b.*\d|^(?:If|Unless)\b")
@@ -263,7 +274,9 @@ def _last_boxes(text: str, boxed: list[Box], members: int) -> Statement:
     if behind and _LIMITED.match(behind[2]):
         return Statement("", "box")
     sign, unit = (behind[1] or "", behind[2].strip(" $.")) if behind else ("", "")
-    return Statement(joined + (sign.strip() or (f" {unit}" if split_unit(f"1 {unit}")[1] else "")), "box")
+    return Statement(
+        joined + (sign.strip() or (f" {unit}" if unit and split_unit(f"1 {unit}")[0] == "1" else "")), "box"
+    )
 
 
 def _last_sentence(text: str) -> str:
@@ -280,7 +293,8 @@ def _last_sentence(text: str) -> str:
         if _GOES_ON.search(sentence):
             return ""
         sentence = re.sub(r"(?<=[a-z])!$", "", sentence)  # "nine!" is no factorial
-        if (sentence.endswith("?") or _REASON.match(sentence)) and len(sentences) > 1:
+        is_reason = _REASON.match(sentence) and not _TAKEN_BACK.search(sentence)
+        if (sentence.endswith("?") or is_reason) and len(sentences) > 1:
             continue
         plain = normalized(sentence.rstrip(".;"))
         if re.search(r"[\d\\]", plain) or _DOUBT.search(plain) or len(sentences) == 1:
@@ -295,6 +309,9 @@ def stated_formula(statement: Statement) -> str | None:
     text = normalized(re.sub(r"^#+ |(?<!\\right)(?<!\.)\.$|[,;]+$", "", written.strip()))
     text = _COMES_TO.sub("is", _IN_ALL.sub("altogether", _OPENING.sub("", text)))
     text = _ARTICLE.sub("the ", _AMOUNT_OF.sub("", text))
+    links = _IMPLIES.split(text)
+    if all(re.search(r"[=<>]|\\[lg]e", link) for link in links) and not has_words(" ".join(links)):
+        text = links[-1].strip()  # "2x = 6 ⇒ x = 3"
     if text.endswith("?") or not text:
         return None
     if statement.kind != "box" and ORDINAL.search(written):
@@ -306,13 +323,17 @@ def stated_formula(statement: Statement) -> str | None:
     if ORDINAL.search(written) or statement.kind == "text" and _ABOUT_THE_ANSWER.search(text):
         return None
     remarks = [match[0] for match in _REMARK.finditer(text)]
+    denied = [remark for remark in remarks if _DENIES_OTHERS.match(remark)]
+    remarks = [remark for remark in remarks if remark not in denied]
     if any(_OR.search(remark) or _DOUBT.search(remark) for remark in remarks):
         return None
-    clauses = [clause.strip() for clause in _CLAUSE.split(_REMARK.sub("", text)) if clause.strip()]
+    text = _REMARK.sub("", text)
+    clauses = [clause.strip() for clause in _CLAUSE.split(text) if clause.strip()]
     clauses = [clause for clause in clauses if not _ASIDE.match(clause) or clause[:5] == "with " and has_verb(clause)]
     if statement.kind == "text":  # what is said last counts, and nothing may follow it
         clauses = [clause for clause in clauses if " " in clause or is_formula(clause)][-1:]
-        if _DOUBT.search(re.split(r"[,;]\s(?:not (?=\$?[-\d]))?", text)[-1]):  # "Let me guess: 12"
+        last = re.split(r"[,;]\s(?:not (?=\$?[-\d]))?", text)[-1]
+        if _DOUBT.search(last) and not last.startswith(("since", "because")):  # "Let me guess: 12"
             return None
     stating = [clause for clause in clauses if any(map(is_formula, clause.split()))]
     if len(stating) != 1 or any(_DOUBT.search(clause) for clause in clauses):
@@ -320,7 +341,7 @@ def stated_formula(statement: Statement) -> str | None:
     if any(map(changes_value, clauses[clauses.index(stating[0]) + 1 :])):
         return None
     formula = Clause(stating[0]).formula()
-    return None if formula is None else normalized(formula)
+    return None if formula is None or any(formula in remark for remark in denied) else normalized(formula)
 
 
 def alternatives(text: str) -> list[str]:
@@ -331,7 +352,10 @@ def alternatives(text: str) -> list[str]:
 def says(text: str, words: str) -> bool:
     """Return whether the last clause of a text ends with these words, without a formula, and asserts them."""
     clause = re.split(r"(?<=[.!?])\s+|\n+|[,;:]\s", normalized(text).strip())[-1].strip(" .!*_").casefold()
-    clause = clause if words.endswith("s") else clause.removesuffix(" solutions")
+    first = _YES_OR_NO.search(text)
+    if first is not None:
+        return first[1].casefold() == words.casefold()
+    clause = clause if words.endswith("s") else clause.removesuffix(" solutions").removesuffix(" there")
     before = clause.removesuffix(words.casefold())
     is_predicate = re.search(r"(?:^|\b(?:is|are|was|be|has|have|an?) )\Z", before) or words.startswith(("can", "do"))
     return before != clause and is_predicate is not None and not is_doubtful(before)

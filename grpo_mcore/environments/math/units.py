@@ -1,5 +1,6 @@
 r"""Units behind a number in an answer (or, of money, before it): their spellings, and the number without them."""
 
+import itertools
 import re
 
 # A unit a column: its spellings are equal to each other, two units never are. Words of three letters or more have a
@@ -14,7 +15,7 @@ degree deg | °C Celsius celsius | °F Fahrenheit fahrenheit | K Kelvin kelvin |
 J joule | kJ kilojoule | kW kilowatt | V volt | A amp ampere | Hz hertz | Pa pascal | mol mole
 mpg | rpm | kPa | C coulomb | T tesla | eV | MeV | nm nanometer | atm
 毫米=mm 厘米=cm см=cm 分米=dm 米=m м=m 千米=km 公里=km км=km 克=g 千克=kg 公斤=kg 吨=t 毫升=ml 升=L 秒=s 分钟=min 小时=h
-度=degree 平方厘米=cm^2 平方米=m^2 平方千米=km^2 立方厘米=cm^3 立方米=m^3
+kph=km/h 度=degree 平方厘米=cm^2 平方米=m^2 平方千米=km^2 立方厘米=cm^3 立方米=m^3
 """
 OTHER_SCRIPTS = r"\u0400-\u06ff\u0900-\u1fff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 
@@ -38,9 +39,23 @@ _UNIT = re.compile(
     rf"(?P<unit>{_WORD})(?![a-zA-Z]){_POWER}(?:\s*(?:/|\bper\b|\\cdot|\*|\s)\s*(?P<second>{_WORD})(?![a-zA-Z]){_POWER})?",
     re.DOTALL,
 )
+_ORDERS = [part.split() for part in "yr month week day h min s|mi yd ft in|km m cm mm|lb oz|kg g mg|L ml".split("|")]
+_PART = rf"(\d+(?:\.\d+)?)[\s~-]*({_WORD})"
+_COMPOUND = re.compile(rf"(?<![\w.,/]){_PART}(?:,?[\s~]+(?:and[\s~]+)?{_PART})+(?![\w^/])")
 _MONEY = re.compile(r"(-?)\s*(\\?\$|[€£¥₹]|Rs\.?|USD|EUR|GBP)\s*(?=-?[\d.])")
 _DEGREE = re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?\s*(?:([CF])\b)?|\s*\\degree(?![a-zA-Z])|\s*°(?![CF])")
-_FOREIGN_NOUN = re.compile(rf"(.*[\d)}}\]])\s*([{OTHER_SCRIPTS}]{{1,12}})")
+
+
+def with_compounds(text: str) -> str:
+    """Return a text with each quantity of several units as one word: 2~h~30~min of "2 hours and 30 minutes"."""
+    return _COMPOUND.sub(_compound, text)
+
+
+def _compound(match: re.Match[str]) -> str:
+    parts = [(number, _UNIT_OF[unit]) for number, unit in re.findall(_PART, match[0])]
+    units = [unit for _, unit in parts]
+    is_one = any([unit for unit in order if unit in units] == units for order in _ORDERS)
+    return "~".join(itertools.chain(*parts)) if is_one else match[0]
 
 
 def split_unit(text: str) -> tuple[str, str | None]:
@@ -61,6 +76,4 @@ def split_unit(text: str) -> tuple[str, str | None]:
             if match["second"]:
                 unit += "/" + _UNIT_OF[match["second"]] + (f"^{match[7]}" if match[7] else "")
             return number.strip().replace(" degree", ""), "mph" if unit == "mi/h" else unit
-    if (foreign := _FOREIGN_NOUN.fullmatch(plain)) is not None:
-        return foreign[1].strip(), foreign[2]
     return text, None

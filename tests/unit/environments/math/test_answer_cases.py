@@ -9,7 +9,7 @@ The fifth is from four of sentences and whole solutions, mended one after the ot
 The sixth is from two of three tables by somebody who had not seen the reader, 960 cases: its reader paid 0.4 % of the
 wrong answers with a box and recognised 97.5 % of the right ones; in prose without a box 2.5 and 72 %. Its author's
 cases are joined by 688 of prose that were written while the grammar of `clause.py` was (4.2 and 66 %). It has the right
-answers that were not recognised at first, so the share of those that still are not is larger than elsewhere.
+answers that were not recognised at first; those that still are not it lists as `not_read_yet`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from grpo_mcore.environments.math.verifiers import make_verifier
     ],
 )
 def test_rates(table: str, most_paid: float) -> None:
-    """At least 95 % of the right answers are recognised, of those that were missed at first 87 %."""
+    """At least 95 % of the right answers are recognised, and none of those that are `not_read_yet`."""
     families: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parent / f"{table}.yaml").read_text())
     right, missed, wrong, paid = 0, [], 0, []
     for family in families:
@@ -52,7 +52,11 @@ def test_rates(table: str, most_paid: float) -> None:
             right, wrong = right + len(case["right"]), wrong + len(case["wrong"])
             missed += [(ground_truth, answer) for answer in case["right"] if verify(answer, ground_truth)[0] < 1]
             paid += [(ground_truth, answer) for answer in case["wrong"] if verify(answer, ground_truth)[0] > 0]
+    not_read_yet = {answer for family in families for answer in family.get("not_read_yet", [])}
+    read_now = not_read_yet - {answer for _, answer in missed}
+    missed = [case for case in missed if case[1] not in not_read_yet]
+    right -= len(not_read_yet)
     print(f"{right - len(missed)} of {right} right answers are recognised, {len(paid)} of {wrong} wrong ones are paid")
     assert right + wrong >= 450 and wrong >= right
     assert len(paid) <= most_paid * wrong, paid
-    assert len(missed) <= (0.13 if table == "fresh_cases_6" else 0.05) * right, missed
+    assert len(missed) <= 0.05 * right and not read_now, (missed, read_now)
