@@ -199,7 +199,9 @@ def _boxed_letters(text: str) -> set[str]:
         content = without_boxes(box.content or "").strip()
         if not is_asserted(text, None, box.start, box.end):
             return set()
-        if (letter := _ONLY_LETTER.fullmatch(content) or _LABEL.match(content)) is not None:
+        if _SEVERAL.fullmatch(listed := _DECORATION.sub("", content)):
+            letters |= {*re.findall(f"[{_LATIN}]", listed)}
+        elif (letter := _ONLY_LETTER.fullmatch(content) or _LABEL.match(content)) is not None:
             letters.add(_latin(next(filter(None, letter.groups()))))
         next_start = box.start
     return letters
