@@ -30,9 +30,13 @@ def test_a_folder_with_a_live_run_is_left_alone(
 
 @pytest.mark.parametrize(
     ("recipe", "words"),
-    [*((recipe, demo.quick_recipe(recipe)) for recipe in demo.QUICK), (demo.GRPO, demo.whole_recipe(demo.GRPO))],
+    [
+        *((recipe, demo.quick_recipe(recipe)) for recipe in demo.QUICK),
+        (demo.GRPO, demo.whole_recipe(demo.GRPO)),
+        ("sft-sliding-puzzle-cpu", []),
+    ],
 )
-def test_the_band_of_a_demo_is_of_the_recipe_as_it_is(recipe: str, words: list[str]) -> None:
+def test_a_band_is_of_the_recipe_as_it_is(recipe: str, words: list[str]) -> None:
     """A changed recipe needs a new one: `grpo-mcore sweep grpo-arithmetic-cpu --algorithm demo --seeds 20 --band ...`,
     or `--algorithm demo-quick`."""
     config = load_recipe(recipe, words).config
