@@ -9,7 +9,8 @@ The fifth is from four of sentences and whole solutions, mended one after the ot
 The sixth is from two of three tables by somebody who had not seen the reader, 960 cases: its reader paid 0.4 % of the
 wrong answers with a box and recognised 97.5 % of the right ones; in prose without a box 2.5 and 72 %. Its author's
 cases are joined by 688 of prose that were written while the grammar of `clause.py` was (4.2 and 66 %). It has the right
-answers that were not recognised at first; those that still are not it lists as `not_read_yet`.
+answers that were not recognised at first; those that still are not it lists as `not_read_yet`. Of 400 answers that a
+third author wrote afterwards the reader recognised 93.5 % of the right ones and paid 0.5 % of the wrong ones.
 """
 
 from __future__ import annotations
