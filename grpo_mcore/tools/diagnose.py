@@ -116,11 +116,11 @@ def replayable(run: Path, config: MasterConfig, step: int) -> int:
     raise ReplayError(f"{run}: no recorded step up to {step} begins with a checkpoint that is kept")
 
 
-def of_settings(case: DiagnosedRun) -> Iterator[WrongPart]:
-    """Compare the recipe key by key."""
-    own = settings_of(case.config.model_dump(mode="json"))
-    shown = {key: value for key, value in case.reference.items() if HIDDEN not in str(value)}
-    for change in changes(shown, case.config):
+def of_settings(config: MasterConfig, reference: Mapping[str, Any]) -> Iterator[WrongPart]:
+    """Compare a recipe with settings, key by key."""
+    own = settings_of(config.model_dump(mode="json"))
+    shown = {key: value for key, value in reference.items() if HIDDEN not in str(value)}
+    for change in changes(shown, config):
         key, theirs, mine = change.key, change.saved, change.new
         without_effect = re.sub(r"^value\.", "policy.", key).startswith(WITHOUT_EFFECT) or key.endswith(LAYOUT)
         if key in own.keys() | shown.keys() and not without_effect:
@@ -285,8 +285,9 @@ def of_loss(case: DiagnosedRun) -> Iterator[WrongPart]:
 
 
 CHEAP: dict[str, Callable[[DiagnosedRun], Iterator[WrongPart]]] = {
-    "recipe": of_settings, "mask": of_mask, "prompts and template": of_prompts, "truncation": of_answers,
-    "reward": of_rewards, "advantages": of_advantages, "log-probs": of_logprobs,
+    "recipe": lambda case: of_settings(case.config, case.reference), "mask": of_mask,
+    "prompts and template": of_prompts, "truncation": of_answers, "reward": of_rewards, "advantages": of_advantages,
+    "log-probs": of_logprobs,
 }  # fmt: skip
 """Looks that compute no training step, in their order, by the name of the part."""
 

@@ -91,7 +91,7 @@ def test_a_critic_that_was_otherwise_is_named(whole: Run, tmp_path: Path) -> Non
     (found,) = of_loss(dataclasses.replace(case, recorded=dataclasses.replace(case.recorded, metrics=metrics)))
     assert found.part == "critic" and found.evidence.startswith("the critic's loss, though all log-probs agree: ")
     key, elsewhere = "value.megatron_cfg.optimizer.lr", {"value.model_name": "a", "value.tokenizer.name": "a"}
-    (found,) = of_settings(dataclasses.replace(case, reference=settings | elsewhere | {key: 1.0}))
+    (found,) = of_settings(case.config, settings | elsewhere | {key: 1.0})
     assert (found.part, found.evidence) == (key, "0.002 in the run, 1.0 in the recipe")
 
 

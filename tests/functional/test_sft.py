@@ -76,6 +76,17 @@ def test_report_and_watch_show_the_run(sft_run: Run, capsys: pytest.CaptureFixtu
     assert not [alarm for alarm in data["heads"][0]["alarms"] if alarm["grave"]]
 
 
+def test_its_recipe_is_diagnosed(sft_run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other, optimizer = tmp_path / "recipe.yaml", {"megatron_cfg": {"optimizer": {"lr": 1.0}}}
+    sampler = {"generation": {"temperature": 0.5, "top_p": 0.5, "top_k": 2}}
+    other.write_text(yaml.safe_dump({"defaults": str(sft_run.folder / "recipe.yaml"), "policy": optimizer | sampler}))
+    capsys.readouterr()
+    assert main(["diagnose", str(sft_run.logs), "--recipe", str(other), "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert [found["part"] for found in said["findings"]] == ["policy.megatron_cfg.optimizer.lr"]
+    assert said["not judged"] == ["all but the recipe: this is a run of sft, and only GRPO has steps to replay"]
+
+
 def test_each_example_is_recorded_with_what_was_computed_of_it(sft_run: Run) -> None:
     losses = {line["step"]: line["loss"] for line in sft_run.metrics()}
     steps = sample_steps(sft_run.logs, "train")

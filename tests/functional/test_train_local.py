@@ -305,7 +305,7 @@ def test_answers_are_cut_only_beyond_what_is_usual_in_the_band(case: DiagnosedRu
 
 def test_settings_and_the_loss_that_were_otherwise_are_named(case: DiagnosedRun) -> None:
     key = "policy.megatron_cfg.optimizer.lr"
-    (found,) = of_settings(dataclasses.replace(case, reference={**case.reference, key: 3e-5}))
+    (found,) = of_settings(case.config, {**case.reference, key: 3e-5})
     assert (found.part, found.evidence) == (key, "0.001 in the run, 3e-05 in the recipe")
     metrics = case.recorded.metrics
     other = dataclasses.replace(case.recorded, metrics=metrics | {"loss": metrics["loss"] + 0.5})

@@ -25,14 +25,14 @@ def run(args: argparse.Namespace) -> int:
     """Print what differs, with evidence and a command that shows it. Return 1 if something does."""
     from grpo_mcore.observe.band import BandError, band_of, settings_of
     from grpo_mcore.recipe import load_recipe
-    from grpo_mcore.tools.diagnose import DiagnosedRun, diagnose, left_at, replayable
+    from grpo_mcore.tools.diagnose import DiagnosedRun, diagnose, left_at, of_settings, replayable
     from grpo_mcore.tools.replay.replay import recorded_step
-    from grpo_mcore.tools.report.run_files import NoRun, read_run, recorded_grpo_run
+    from grpo_mcore.tools.report.run_files import NoRun, read_run, recorded_run
 
     files = read_run(Path(args.run))
     if not (lines := files.metrics["train"]):
         raise NoRun(f"{files.folder} has no step yet")
-    folder, config = recorded_grpo_run(files.folder)
+    folder, config = recorded_run(files.folder)
     config.logger.alarms.band = args.band or config.logger.alarms.band
     band, reason = band_of(config.model_dump(mode="json"))
     if args.band and reason:
@@ -42,10 +42,17 @@ def run(args: argparse.Namespace) -> int:
     else:
         reference = dict(band.settings) if band is not None else settings_of(config.model_dump(mode="json"))
     left = left_at(lines, band)
-    step = replayable(folder, config, args.step or (left[0] if left else max(line["step"] for line in lines)))
-    with tempfile.TemporaryDirectory(prefix="grpo-mcore-diagnose-") as scratch:
-        case = DiagnosedRun(folder, config, step, *recorded_step(folder, step), lines, reference, Path(scratch), band)
-        findings, notes = diagnose(case)
+    step = args.step or (left[0] if left else max(line["step"] for line in lines))
+    if files.rewarded:
+        step = replayable(folder, config, step)
+        with tempfile.TemporaryDirectory(prefix="grpo-mcore-diagnose-") as scratch:
+            recorded = recorded_step(folder, step)
+            findings, notes = diagnose(
+                DiagnosedRun(folder, config, step, *recorded, lines, reference, Path(scratch), band)
+            )
+    else:
+        notes = [f"all but the recipe: this is a run of {files.algorithm}, and only GRPO has steps to replay"]
+        findings = list(of_settings(config, reference))
     if band is None and args.recipe is None:
         notes.insert(
             0, f"recipe: {reason or 'it names no band (logger.alarms.band)'}; --recipe names what to compare with"
