@@ -133,7 +133,7 @@ class Stage:
                 logger, CheckpointManager(config.checkpointing), start, config,
             )  # fmt: skip
             for environment in environments.values():
-                environment.stop()
+                self.cluster.stop([environment.worker])
             self.cluster.stop(policy.workers)
         lines = map(json.loads, (Path(logger.log_dir) / "metrics.jsonl").read_text().splitlines())
         variant.lines = [line for line in lines if line["prefix"] == "train"]
