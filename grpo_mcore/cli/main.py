@@ -25,6 +25,7 @@ from grpo_mcore.base.processes import collect_rarely
 from grpo_mcore.base.text import escaped
 from grpo_mcore.cli.completion import Install, complete, presets, recipes_and_keys, words_so_far
 from grpo_mcore.cli.json_output import only_json
+from grpo_mcore.cli.numbers import local
 from grpo_mcore.observe.console.colors import painted
 from grpo_mcore.observe.console.console_stream import UnfailingStream, unfailing_console
 from grpo_mcore.observe.console.heartbeat import heartbeat
@@ -334,6 +335,10 @@ def _sort_words(
     if hasattr(args, "models"):
         args.models = [word for word in others if not word.endswith((".yaml", ".yml"))]
         others = [word for word in others if word not in args.models]
+        try:
+            args.models = [*map(local, args.models)]
+        except argparse.ArgumentTypeError as error:
+            parser.error(str(error))
     elif not takes_recipe:
         if others:
             parser.error(f"not an override (key=value): {others[0]}")

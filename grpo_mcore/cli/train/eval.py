@@ -3,7 +3,6 @@
 import argparse
 from pathlib import Path
 
-from grpo_mcore.cli.numbers import local
 from grpo_mcore.recipe import load_recipe
 
 
@@ -26,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     from grpo_mcore.tools.evaluation import evaluate
     from grpo_mcore.tools.export import find_checkpoint, is_checkpoint
 
-    models, recipe = [local(model) for model in args.models], args.recipe or "eval"
+    models, recipe = args.models, args.recipe or "eval"
     if args.recipe is None and len(models) == 1 and is_checkpoint(Path(models[0])):
         recipe = str(find_checkpoint(Path(models[0])).folder / "config.yaml")
     report = evaluate(load_recipe(recipe, args.overrides).config, models)
