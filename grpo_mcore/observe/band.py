@@ -52,7 +52,7 @@ FURTHEST = 1e6
 SIZES = (
     "policy.model_name", "policy.train_global_batch_size", "grpo.num_prompts_per_step",
     "grpo.num_generations_per_prompt", "grpo.adv_estimator.name", "ppo.enabled", "grpo.max_num_steps",
-    "sft.max_num_steps", "dpo.max_num_steps", "rm.max_num_steps", "rm.max_num_steps",
+    "sft.max_num_steps", "dpo.max_num_steps", "rm.max_num_steps",
 )  # fmt: skip
 """Keys in which a run of a recipe must not differ from its band: another value makes it another recipe."""
 _LEFT_OUT = ("logger", "checkpointing", "cluster", "launch")

@@ -96,8 +96,8 @@ def whole_recipe(recipe: str) -> list[str]:
 def _grpo(recipe: str, overrides: Sequence[str], held: ExitStack, *, quick: bool = False) -> int:
     """Run the demo of a GRPO recipe. grpo.seed also determines the task, the untrained model and the warm-up."""
     started_at, folder = time.perf_counter(), (QUICK if quick else FOLDERS)[recipe]
-    own = quick_recipe(recipe) if quick else whole_recipe(recipe)
-    grpo = load_recipe(recipe, [*own, *overrides])  # a wrong override shows first
+    defaults = quick_recipe(recipe) if quick else whole_recipe(recipe)
+    grpo = load_recipe(recipe, [*defaults, *overrides])  # a wrong override shows first
     untrained = folder / "untrained"
     sft = warm_up_recipe(folder, folder / "task", grpo.config.grpo.seed, QUICK_WARM_UP if quick else None)
 

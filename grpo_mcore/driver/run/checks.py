@@ -456,23 +456,23 @@ def warn_of_schedule(config: MasterConfig, algorithm: Algorithm, batches: int | 
     settings, models = config[algorithm], {"policy": config.policy}
     if config.value is not None and config.ppo.enabled:
         models["value"] = config.value
-    given = settings.max_num_steps if batches is None else batches * settings.max_num_epochs
-    steps, seen = min(settings.max_num_steps, given), list[Any]()
+    data_steps = settings.max_num_steps if batches is None else batches * settings.max_num_epochs
+    run_steps, schedulers = min(settings.max_num_steps, data_steps), list[Any]()
     for name, model in models.items():
         scheduler, key = model.megatron_cfg.scheduler, f"{name}.megatron_cfg.scheduler"
-        if scheduler in seen:
+        if scheduler in schedulers:
             continue
-        seen.append(scheduler)
-        if scheduler.lr_warmup_iters >= steps > 0:
+        schedulers.append(scheduler)
+        if scheduler.lr_warmup_iters >= run_steps > 0:
             logger.warning(
                 "%s.lr_warmup_iters: the warm-up takes %d steps and the run at most %d, so the learning rate never "
-                "reaches lr", key, scheduler.lr_warmup_iters, steps,
+                "reaches lr", key, scheduler.lr_warmup_iters, run_steps,
             )  # fmt: skip
-        elif scheduler.lr_decay_style != "constant" and scheduler.lr_decay_iters > given:
+        elif scheduler.lr_decay_style != "constant" and scheduler.lr_decay_iters > data_steps:
             logger.warning(
                 "%s.lr_decay_iters: the learning rate falls over %d steps, and the data is enough for %d "
                 "(%s.max_num_epochs is %d), so it never comes to min_lr; set this or %s.max_num_steps to %d",
-                key, scheduler.lr_decay_iters, given, algorithm, settings.max_num_epochs, algorithm, given,
+                key, scheduler.lr_decay_iters, data_steps, algorithm, settings.max_num_epochs, algorithm, data_steps,
             )  # fmt: skip
 
 

@@ -227,7 +227,7 @@ class World:
 
 
 class Modelled:
-    """What all modelled workers have: a name by which their times may be longer, and memory that they can give away."""
+    """A modelled worker: its name, by which its times may be longer, and memory that it can give away."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name, self._is_away = world, name, False
