@@ -69,6 +69,7 @@ from grpo_mcore.families.spec import (
     Split,
     Stage,
     VisionShape,
+    from_key,
     local_shape,
     pieces,
     tensor_parallel_sizes,

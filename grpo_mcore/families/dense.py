@@ -128,7 +128,7 @@ def yarn_shape(rope: dict[str, Any], *, latent: bool = False) -> YarnShape:
     if rope.get("attn_factor") not in (None, 1):
         raise FamilyError(
             f"config.json: RoPE scaling: attn_factor {rope['attn_factor']}: vLLM once scaled attention by it, and "
-            "neither transformers nor today's vLLM does; set policy.hf_config_overrides.rope_scaling.attn_factor: 1 to "
+            "neither transformers nor today's vLLM does; set hf_config_overrides.rope_scaling.attn_factor: 1 to "
             "train the model as they compute it"
         )
     if wanting := [key for key in ("factor", "original_max_position_embeddings") if not rope.get(key)]:

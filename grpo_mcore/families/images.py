@@ -134,8 +134,8 @@ def image_settings(folder: str | Path, vision: VisionShape) -> ImageSettings:
             read = json.loads(nested.read_text(encoding="utf-8"))["image_processor"]
     except (OSError, ValueError, KeyError) as error:
         raise FamilyError(
-            f"policy.model_name: {folder} has no image processor that can be read ({error!r}); copy "
-            "preprocessor_config.json of the model there"
+            f"{folder} has no image processor that can be read ({error!r}); copy preprocessor_config.json of the model "
+            "there"
         ) from error
     return settings_of(read, vision, str(path))
 

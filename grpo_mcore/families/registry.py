@@ -58,15 +58,13 @@ def read_hf_config(folder: str | Path, overrides: Mapping[str, Any] = MappingPro
     Raises FamilyError if it is missing, or for an override of a key that it does not have."""
     path = Path(folder) if Path(folder).is_file() else Path(folder) / "config.json"
     if not path.is_file():
-        raise FamilyError(f"policy.model_name: {folder} holds no config.json; {_instead_of(Path(folder))}")
+        raise FamilyError(f"{folder} holds no config.json; {_instead_of(Path(folder))}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise FamilyError(
-            f"policy.model_name: {path} is no JSON ({error}); copy or download the model again"
-        ) from error
+        raise FamilyError(f"{path} is no JSON ({error}); copy or download the model again") from error
     if not isinstance(config, dict):
-        raise FamilyError(f"policy.model_name: {path} must hold an object, got {type(config).__name__}")
+        raise FamilyError(f"{path} must hold an object, got {type(config).__name__}")
     return with_overrides(config, overrides)
 
 

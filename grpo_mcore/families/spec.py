@@ -4,7 +4,8 @@ lies in Megatron-Core. It serves building, loading, exporting, refit and plannin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -18,6 +19,16 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) of every dimension
 
 class FamilyError(ValueError):
     """No family here can build this Hugging Face config, or the model does not allow a setting of the recipe."""
+
+
+@contextmanager
+def from_key(key: str) -> Iterator[None]:
+    """Begin the message of a ValueError about a model's folder with the key of the recipe that names it."""
+    try:
+        yield
+    except ValueError as error:
+        error.args = (f"{key}: {error}",)
+        raise
 
 
 def require(config: dict[str, Any], **supported: Any) -> None:

@@ -21,6 +21,7 @@ from typing import Literal
 from grpo_mcore.base.processes import die_with_parent
 from grpo_mcore.recipe import (
     MasterConfig,
+    PolicyConfig,
     algorithm_of,
     environment_class,
     load_recipe,
@@ -61,14 +62,21 @@ class Found:
     error: str | None = None
 
 
+def models_of(config: MasterConfig) -> dict[str, PolicyConfig]:
+    """Return the models of a recipe by the keys that name them: policy, critic and teachers."""
+    models = {"policy.model_name": config.policy}
+    if config.value is not None and config.ppo.enabled:
+        models["value.model_name"] = config.value
+    at = "on_policy_distillation.teacher_model_by_agent_name"
+    return models | {f"{at}.{alias}": model for alias, model in teacher_policies(config).items()}
+
+
 def needs_of(config: MasterConfig) -> list[Need]:
     """Return the models, tokenizers and datasets that a run of the recipe opens."""
     policy = config.policy
-    needs = [Need("model", "policy.model_name", policy.model_name)]
+    needs = [Need("model", key, model.model_name) for key, model in models_of(config).items()]
     if policy.tokenizer.name != policy.model_name:
         needs.append(Need("tokenizer", "policy.tokenizer.name", str(policy.tokenizer.name)))
-    for alias, teacher in teacher_policies(config).items():
-        needs.append(Need("model", f"on_policy_distillation.teacher_model_by_agent_name.{alias}", teacher.model_name))
     for name, section in config.env.items():
         env_class, settings = environment_class(name, section)
         if env_class == "reward_model" and "model_name" in settings:
@@ -148,7 +156,8 @@ def _open_model(config: MasterConfig, need: Need) -> Path:
         load_hf_tokenizer(need.name)
         weight_files(folder)
         return folder
-    check_weights(folder, shape_of(read_hf_config(folder, config.policy.hf_config_overrides)))
+    model = models_of(config)[need.key]
+    check_weights(folder, shape_of(read_hf_config(folder, model.hf_config_overrides), model.head))
     if need.key == "policy.model_name" and names.name == need.name:
         load_tokenizer(need.name, names.chat_template, names.chat_template_kwargs)
     return folder

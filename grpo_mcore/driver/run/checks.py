@@ -30,6 +30,7 @@ from grpo_mcore.families import (
     check_length,
     check_settings,
     engine_overrides,
+    from_key,
     is_adapted,
     missing_on_cpu,
     needs_output_layer,
@@ -151,17 +152,16 @@ def check_model(config: MasterConfig) -> Model:
     Raises FamilyError, LayoutError or SetupError for a model or a layout that is not possible.
     """
     folder = model_folder(config.policy.model_name)
-    written, overrides = read_hf_config(folder), config.policy.hf_config_overrides
-    shape = shape_of(with_overrides(written, overrides), config.policy.head)
-    if config.policy.head == "value":
-        try:
+    overrides = config.policy.hf_config_overrides
+    with from_key("policy.model_name"):
+        written = read_hf_config(folder)
+        shape = shape_of(with_overrides(written, overrides), config.policy.head)
+        if config.policy.head == "value":
             classifier_name(written)
-        except WeightsError as error:
-            raise SetupError(f"policy.model_name: {error}") from error
+        check_weights(Path(folder), shape)
     platform = Platform.detect(config.cluster.platform)
     if findings := layout_findings(config, shape, gpu=platform.on_gpu):
         raise LayoutError(*findings)
-    check_weights(Path(folder), shape)
     layout = policy_layout(config.policy.megatron_cfg, world_size(config))
     _check_ranks(config.policy, shape, layout, platform)
     check_optimizer(config.policy, platform)
@@ -182,7 +182,8 @@ def check_critic(config: MasterConfig, policy: ModelShape, layout: PolicyLayout,
         return None
     folder, key = model_folder(critic.model_name, "value.model_name"), "value.model_name"
     try:
-        shape = shape_of(read_hf_config(folder, critic.hf_config_overrides), critic.head)
+        settings = with_overrides(read_hf_config(folder), critic.hf_config_overrides, "value.hf_config_overrides")
+        shape = shape_of(settings, critic.head)
         if shape.vocab_size != policy.vocab_size:
             raise SetupError(
                 f"{key}: {critic.model_name} has {shape.vocab_size} tokens, the policy {policy.vocab_size}: a critic "
@@ -193,10 +194,8 @@ def check_critic(config: MasterConfig, policy: ModelShape, layout: PolicyLayout,
         check_weights(Path(folder), shape)
         _check_ranks(critic, shape, layout, platform)
         check_optimizer(critic, platform)
-    except (FamilyError, LayoutError) as error:
+    except (FamilyError, LayoutError, WeightsError) as error:
         raise SetupError(f"{key} ({critic.model_name}): {error}") from error
-    except WeightsError as error:
-        raise SetupError(str(error).replace("policy.", "value.")) from error
     return Model(folder, shape, layout, platform)
 
 
@@ -269,10 +268,8 @@ def check_teachers(config: MasterConfig, platform: Platform) -> dict[str, Model]
                 _check_teacher_engines(policy, shape, settings, gpu=platform.on_gpu)
             else:
                 _check_ranks(policy, shape, layout, platform)
-        except (FamilyError, LayoutError) as error:
+        except (FamilyError, LayoutError, WeightsError) as error:
             raise SetupError(f"{key} ({policy.model_name}), laid out by non_colocated_teachers: {error}") from error
-        except WeightsError as error:
-            raise SetupError(str(error).replace("policy.model_name", key)) from error
         divergence = config.on_policy_distillation.divergence
         if divergence.enabled and (divergence.topk_logits_k or 0) > shape.vocab_size:
             raise SetupError(

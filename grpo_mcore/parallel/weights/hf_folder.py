@@ -101,12 +101,12 @@ def weight_files(folder: Path) -> list[Path]:
         listed = sorted(set(_read_index(index).values()))
         if missing := [name for name in listed if name not in files]:
             raise WeightsError(
-                f"policy.model_name: {index} names {len(listed)} files, and {len(missing)} of them are missing, such "
+                f"{index} names {len(listed)} files, and {len(missing)} of them are missing, such "
                 f"as {missing[0]}; copy or download the model again"
             )
         if single is not None and SINGLE not in listed:
             raise WeightsError(
-                f"policy.model_name: {folder} holds {SINGLE} and an index of {len(listed)} other files; transformers "
+                f"{folder} holds {SINGLE} and an index of {len(listed)} other files; transformers "
                 "reads the former, vLLM the latter: delete what does not belong to the model"
             )
         chosen = [files[name] for name in listed]
@@ -122,10 +122,10 @@ def weight_files(folder: Path) -> list[Path]:
             hint = f"; {made_by}"
         if (folder / ADAPTER).is_file():
             hint = " of a model; it is an adapter: merge it into its base model first (peft: merge_and_unload)"
-        raise WeightsError(f"policy.model_name: {folder} contains no .safetensors file{hint}")
+        raise WeightsError(f"{folder} contains no .safetensors file{hint}")
     if ignored := [name for name, path in files.items() if path not in chosen]:
         by = "the index does not name them" if index.is_file() else "they are not the model's"
-        log.warning("policy.model_name: %s: not read, since %s: %s", folder, by, ", ".join(ignored))
+        log.warning("%s: not read, since %s: %s", folder, by, ", ".join(ignored))
     return chosen
 
 
@@ -135,7 +135,7 @@ def _read_index(path: Path) -> dict[str, str]:
         names = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         return {str(name): str(file) for name, file in names.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"policy.model_name: {path} is no index: {type(error).__name__}: {error}") from error
+        raise WeightsError(f"{path} is no index: {type(error).__name__}: {error}") from error
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -146,14 +146,14 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         for name, tensor in _read_header(path).items():
             if name in tensors:
                 raise WeightsError(
-                    f"policy.model_name: {folder}: {name} is in {tensors[name].file.name} and in {path.name}; delete "
+                    f"{folder}: {name} is in {tensors[name].file.name} and in {path.name}; delete "
                     "the file that does not belong to the model"
                 )
             tensors[name] = tensor
     if (index := folder / INDEX).is_file():
         for name, file in _read_index(index).items():
             if name not in tensors or tensors[name].file.name != file:
-                raise WeightsError(f"policy.model_name: {index} says that {name} is in {file}, but it is not there")
+                raise WeightsError(f"{index} says that {name} is in {file}, but it is not there")
     return tensors
 
 
@@ -172,11 +172,9 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             raise ValueError(f"it has {size:,} bytes, its header says {end:,}: it is cut off")
         return {name: StoredTensor(path, tuple(entry["shape"]), str(entry["dtype"])) for name, entry in header.items()}
     except PermissionError as error:
-        raise WeightsError(f"policy.model_name: {path} cannot be read by this user: {error.strerror}") from error
+        raise WeightsError(f"{path} cannot be read by this user: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise WeightsError(
-            f"policy.model_name: {path} is no whole safetensors file: {error}; copy or download it again"
-        ) from error
+        raise WeightsError(f"{path} is no whole safetensors file: {error}; copy or download it again") from error
 
 
 def check_weights(folder: Path, shape: ModelShape, *, required: bool = True) -> None:
@@ -192,13 +190,13 @@ def check_weights(folder: Path, shape: ModelShape, *, required: bool = True) -> 
         return
     if (folder / QUANTIZED_BESIDE).is_file():
         raise WeightsError(
-            f"policy.model_name: {folder} holds {QUANTIZED_BESIDE}, by which vLLM takes it for a quantized model: give "
+            f"{folder} holds {QUANTIZED_BESIDE}, by which vLLM takes it for a quantized model: give "
             "the model in bfloat16, or delete that file if the weights are not quantized"
         )
     tensors = stored_tensors(folder)
     if (folder / ADAPTER).is_file() and any(folder.glob("adapter_model.*")):
         raise WeightsError(
-            f"policy.model_name: {folder} holds a model and an adapter: transformers would add the adapter to it, and "
+            f"{folder} holds a model and an adapter: transformers would add the adapter to it, and "
             "engines and policy would not. Merge them (peft: merge_and_unload), or take the adapter's files out"
         )
     read, missing = set[str](), list[str]()
@@ -215,22 +213,22 @@ def check_weights(folder: Path, shape: ModelShape, *, required: bool = True) -> 
             stored = tensors[name]
             if stored.shape == (0,):
                 raise WeightsError(
-                    f"policy.model_name: {stored.file}: {name} is empty, as DeepSpeed's ZeRO-3 saves a model whose "
+                    f"{stored.file}: {name} is empty, as DeepSpeed's ZeRO-3 saves a model whose "
                     "parts were not gathered; make a whole one by zero_to_fp32.py in the checkpoint's folder"
                 )
             if stored.shape != expected:
                 raise WeightsError(
-                    f"policy.model_name: {stored.file}: {name} has shape {list(stored.shape)}, config.json "
-                    f"(with policy.hf_config_overrides) says {list(expected)}"
+                    f"{stored.file}: {name} has shape {list(stored.shape)}, config.json "
+                    f"(with hf_config_overrides) says {list(expected)}"
                 )
             if stored.dtype not in READABLE:
                 raise WeightsError(
-                    f"policy.model_name: {stored.file}: {name} is of type {stored.dtype}; only {', '.join(READABLE)} "
+                    f"{stored.file}: {name} is of type {stored.dtype}; only {', '.join(READABLE)} "
                     "can be read: convert the model to bfloat16 first"
                 )
     if missing:
         raise WeightsError(
-            f"policy.model_name: {folder} lacks {len(missing)} tensors, such as {missing[0]}; it has {len(tensors)} "
+            f"{folder} lacks {len(missing)} tensors, such as {missing[0]}; it has {len(tensors)} "
             f"others, such as {next(iter(tensors), '')}. {_why_missing(missing, tensors)}"
         )
     if shape.tied_embeddings:
@@ -241,7 +239,7 @@ def check_weights(folder: Path, shape: ModelShape, *, required: bool = True) -> 
     ]
     if unread:
         more = f", ... ({len(unread)} in all)" if len(unread) > 3 else ""
-        log.warning("policy.model_name: %s: nobody reads %s%s", folder, ", ".join(unread[:3]), more)
+        log.warning("%s: nobody reads %s%s", folder, ", ".join(unread[:3]), more)
 
 
 def _why_missing(missing: Sequence[str], tensors: Mapping[str, StoredTensor]) -> str:
@@ -258,8 +256,8 @@ def _why_missing(missing: Sequence[str], tensors: Mapping[str, StoredTensor]) ->
         return "It was saved without its output layer (AutoModel): save the AutoModelForCausalLM"
     if list(missing) == ["lm_head.weight"]:
         return (
-            "If its embeddings are tied, config.json must say so: set policy.hf_config_overrides.tie_word_embeddings: "
-            "true"
+            "If its embeddings are tied, config.json must say so: set tie_word_embeddings: true there, or in "
+            "hf_config_overrides"
         )
     if "lm_head.weight" in tensors and all(name.endswith("embed_tokens.weight") for name in missing):
         return "Its tied embeddings were saved under the other name: rename lm_head.weight in the file"
@@ -282,9 +280,8 @@ def _check_tied(folder: Path, words: str, tensors: Mapping[str, StoredTensor]) -
             for start in range(0, rows, step)
         ):
             raise WeightsError(
-                f"policy.model_name: config.json of {folder} says tie_word_embeddings, but {name} differs from "
-                f"{words}: set policy.hf_config_overrides.tie_word_embeddings: false to use it, or delete it from the "
-                "files"
+                f"config.json of {folder} says tie_word_embeddings, but {name} differs from {words}: set "
+                "tie_word_embeddings: false there, or in hf_config_overrides, to use it, or delete it from the files"
             )
     return heads
 
@@ -361,7 +358,7 @@ class Formats:
         training did not change is written as the policy holds it. Raises WeightsError where there is no `source`."""
         if not source.is_dir():
             raise WeightsError(
-                f"policy.model_name: the folder {source} is gone, whose config and tokenizer are needed: put it back, "
+                f"the folder {source} is gone, whose config and tokenizer are needed: put it back, "
                 "or give a copy of it to `grpo-mcore export CHECKPOINT --model FOLDER`"
             )
         if not any(path.name.endswith(".safetensors") for path in source.iterdir()):

@@ -132,7 +132,7 @@ class ShardedWeights:
                 continue
             view.copy_(reader.read(name, box))
             if not all_finite([view]):
-                raise WeightsError(f"policy.model_name: {folder}: {name} holds NaN or infinite values")
+                raise WeightsError(f"{folder}: {name} holds NaN or infinite values")
             done += view.nbytes
             if time.monotonic() - reported_at >= NOTE_S:
                 reported_at = time.monotonic()

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.families import ModelShape, parameter_count, read_hf_config, shape_of, with_overrides
+from grpo_mcore.families import ModelShape, from_key, parameter_count, read_hf_config, shape_of, with_overrides
 from grpo_mcore.families.activations import Kernels
 from grpo_mcore.families.known import known_config, known_configs
 from grpo_mcore.recipe import MasterConfig, batch_equation, teacher_policies
@@ -173,11 +173,12 @@ def plan_config(
             raise PlanError(f"--config-json {path}: no such file")
         return read_hf_config(path, config.policy.hf_config_overrides)
     if Path(name).is_dir():
-        settings = read_hf_config(name, config.policy.hf_config_overrides)
-        if any(Path(name).glob("*.safetensors")):  # a folder with its config.json alone can be planned too
-            from grpo_mcore.parallel.weights.hf_folder import check_weights  # imports torch
+        with from_key(key):
+            settings = read_hf_config(name, config.policy.hf_config_overrides)
+            if any(Path(name).glob("*.safetensors")):  # a folder with its config.json alone can be planned too
+                from grpo_mcore.parallel.weights.hf_folder import check_weights  # imports torch
 
-            check_weights(Path(name), shape_of(settings, config.policy.head), required=False)
+                check_weights(Path(name), shape_of(settings, config.policy.head), required=False)
         return settings
     if (known := known_config(name)) is None:
         remedy = "name a folder that holds its config.json"

@@ -258,7 +258,7 @@ def test_an_engine_that_cannot_share_the_model_out(refuse: Refuse, family: dict[
 def test_a_model_config_that_lacks_a_key(refuse: Refuse, lost: str) -> None:
     config = {key: value for key, value in (CONFIG | EXPERTS).items() if key != lost}
     Path("model/config.json").write_text(json.dumps(config))
-    assert refuse(code=1) == f"config.json of a qwen3_moe model lacks {lost}"
+    assert refuse(code=1) == f"policy.model_name: config.json of a qwen3_moe model lacks {lost}"
 
 
 @pytest.mark.parametrize(

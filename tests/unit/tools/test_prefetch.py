@@ -36,6 +36,8 @@ def test_what_a_recipe_needs() -> None:
     kinds = [(need.kind, need.key) for need in needs_of(config)]
     assert kinds[:2] == [("model", "policy.model_name"), ("tokenizer", "policy.tokenizer.name")]
     assert [key for kind, key in kinds if kind == "data"][0] == "data.train[0]"
+    critic = load_recipe("grpo-math-8B", ("defaults=presets/ppo", "value.model_name=some/critic")).config
+    assert [need.name for need in needs_of(critic) if need.key == "value.model_name"] == ["some/critic"]
     teacher = load_recipe("distillation_math").config
     assert any("teacher_model_by_agent_name" in need.key for need in needs_of(teacher))
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from grpo_mcore.base.processor import lacks_bfloat16
 from grpo_mcore.driver.run import checks, environment_checks
@@ -120,20 +121,28 @@ def test_overrides_that_ranks_would_refuse_are_refused_before_anything_starts(
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        (["defaults=presets/ppo", "value.model_name={}"], "value.model_name"),
+        (["policy.model_name={}"], "policy.model_name:"),
+        (["defaults=presets/ppo", "value.model_name={}"], "value.model_name .*:"),
         (["on_policy_distillation={{enabled: true, teacher_model_by_agent_name: {{it: {}}}}}",
-          "grpo.adv_estimator.name=opd"], "on_policy_distillation.teacher_model_by_agent_name.it"),
+          "grpo.adv_estimator.name=opd"], "on_policy_distillation.teacher_model_by_agent_name.it .*:"),
     ],
 )  # fmt: skip
-def test_weights_that_a_critic_or_a_teacher_lacks_are_named_by_its_key(
-    words: list[str], key: str, tmp_path: Path
+def test_weights_that_a_model_lacks_are_named_by_its_key_alone(
+    words: list[str], key: str, tmp_path: Path, package_log: pytest.LogCaptureFixture
 ) -> None:
     for name in ("model", "other"):
         make_tiny_model("qwen3", tmp_path / name)
     (tmp_path / "other" / "model.safetensors").unlink()
     overrides = [f"policy.model_name={tmp_path / 'model'}", *(word.format(tmp_path / "other") for word in words)]
-    with pytest.raises(SetupError, match=f"^{key}: {tmp_path / 'other'} contains no .safetensors file"):
-        checks.check_model(load_recipe("grpo-arithmetic-cpu", overrides).config)
+    config = load_recipe("grpo-arithmetic-cpu", overrides).config
+    with pytest.raises(ValueError, match=f"^{key} {tmp_path / 'other'} contains no .safetensors file"):
+        checks.check_model(config)
+    for name in ("model", "consolidated"):
+        save_file({"strange": torch.zeros(1)}, tmp_path / "other" / f"{name}.safetensors")
+    with pytest.raises(ValueError, match=f"^{key} {tmp_path / 'other'} lacks") as raised:
+        checks.check_model(config)
+    assert "policy." not in str(raised.value).removeprefix("policy.model_name")
+    assert "other: not read, since" in package_log.text and "policy." not in package_log.text
 
 
 def test_a_context_beyond_the_models_positions_is_refused_before_engines_start(

@@ -186,7 +186,7 @@ def test_a_tensor_larger_or_smaller_than_the_config_says_is_refused(single: Path
     ids=lambda one: next(iter(one)),
 )
 def test_a_size_in_the_overrides_must_fit_the_weights_too(single: Path, overrides: dict[str, int]) -> None:
-    with pytest.raises(WeightsError, match="has shape .* policy.hf_config_overrides"):
+    with pytest.raises(WeightsError, match="has shape .* hf_config_overrides"):
         check_weights(single, shape(single, **overrides))
 
 
