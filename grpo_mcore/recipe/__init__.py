@@ -100,7 +100,7 @@ from grpo_mcore.recipe.schema.master import (
     algorithm_of,
     only_evaluates,
     runs_grpo,
-    sections_of_others,
+    settle_algorithm,
 )
 from grpo_mcore.recipe.schema.megatron import MegatronConfig, OptimizerConfig, PeftConfig, SchedulerConfig
 from grpo_mcore.recipe.schema.outputs import CheckpointingConfig, GRPOLoggerConfig

@@ -78,6 +78,7 @@ from grpo_mcore.recipe import (
     MasterConfig,
     exports_model,
     samples_together,
+    settle_algorithm,
 )
 from grpo_mcore.rollout.images import ImageReader
 
@@ -136,6 +137,8 @@ def prepare(
     the run that this one follows. `starts`: a run follows; without it, damaged checkpoints keep their names.
     """
     fine_tunes = algorithm in FINE_TUNING
+    if algorithm != "eval":
+        settle_algorithm(config, algorithm)
     checkpointer, changes = CheckpointManager(config.checkpointing), list[Change]()
     if (algorithm == "rm") != (config.policy.head == "value"):
         raise SetupError(

@@ -1,6 +1,5 @@
 """Reads a recipe: the chain of `defaults:`, then overrides, interpolation and validation."""
 
-import json
 import logging
 import os
 import re
@@ -19,7 +18,7 @@ from grpo_mcore.recipe.errors import COMMAND_LINE, DEFAULT, Problem, RecipeError
 from grpo_mcore.recipe.loading.merge import apply_overrides, merge
 from grpo_mcore.recipe.nemo_rl.dtensor_policy import READ_AS, aliases
 from grpo_mcore.recipe.schema.keys import nearest_key, plain_defaults
-from grpo_mcore.recipe.schema.master import NULL_MEANS, fast_precision, null_means, sections_of_others
+from grpo_mcore.recipe.schema.master import NULL_MEANS, fast_precision, null_means
 from grpo_mcore.recipe.validation.validate import MasterConfig, validated
 from grpo_mcore.recipe.yaml_tree import Node, parse_file, parse_text
 
@@ -177,8 +176,6 @@ def _load(file: Path, files: list[Path], chain: tuple[Path, ...]) -> Node:
     if not tree.is_mapping:
         raise RecipeError([Problem(name, "", f"expected a mapping of keys, got {in_yaml(tree.plain())}")], name)
     tree = _without_format(tree, name)
-    for section in sections_of_others(tree.value, recorded_algorithm(file)):
-        del tree.value[section]
     _find_files_beside(tree, file.parent)
     defaults = tree.value.pop("defaults", None)
     base: Node | None = None
@@ -201,21 +198,6 @@ def _load(file: Path, files: list[Path], chain: tuple[Path, ...]) -> Node:
     if base is None:
         return tree
     return base if self_merged else merge(base, tree)
-
-
-def recorded_algorithm(file: Path) -> str | None:
-    """Return the algorithm of the run that has recorded its recipe in this file, as what lies beside it says: a
-    checkpoint's state, or a log's events. None for another recipe, and for a record of which they say nothing."""
-    algorithm = None
-    with suppress(OSError, ValueError, LookupError, AttributeError):  # none, or a damaged one
-        if file.name == "config.yaml":
-            state = json.loads(file.with_name("training_info.json").read_text(encoding="utf-8"))["save_state"]
-            return state.get("algorithm", "grpo")
-        if file.name == "hyperparams.json":
-            for line in file.with_name("events.jsonl").read_text(encoding="utf-8").splitlines():
-                event = json.loads(line)
-                algorithm = event.get("algorithm", "grpo") if event.get("what") == "begin" else algorithm
-    return algorithm
 
 
 def _entries(defaults: Node | None, name: str) -> list[Node]:

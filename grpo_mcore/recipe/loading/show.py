@@ -8,7 +8,7 @@ import yaml
 
 from grpo_mcore.recipe.errors import DEFAULT, joined
 from grpo_mcore.recipe.loading.load import Recipe, shown
-from grpo_mcore.recipe.schema.master import FINE_TUNING, null_means, runs_grpo
+from grpo_mcore.recipe.schema.master import null_means, runs_grpo
 from grpo_mcore.recipe.yaml_tree import FLOAT
 
 _WIDEST = 72
@@ -29,8 +29,7 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, None)
 def resolved_yaml(recipe: Recipe, *, sources: bool = True, without: frozenset[str] = frozenset()) -> str:
     """Return YAML that loads to the same configuration. With `sources`, a comment after each value says where it was
     written. It leaves out `without`, and the sections of algorithms that the recipe does not run."""
-    unused = set(without) | ({*FINE_TUNING, "eval"} - recipe.config.model_fields_set)
-    unused |= set() if runs_grpo(recipe.config) else {"grpo", "loss_fn"}
+    unused = {*without} | (set() if runs_grpo(recipe.config) else {"loss_fn"})
     lines = list(_lines(recipe.config.model_dump(exclude=unused), "", 0, recipe.provenance))
     column = max((len(text) for text, source in lines if source and len(text) <= _WIDEST), default=0) + 2
     head = f"# {shown(recipe.path)}" + "".join(f" {override}" for override in recipe.overrides)

@@ -1,10 +1,10 @@
 """All sections of a recipe in one object, and the values of keys that a recipe leaves null."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from grpo_mcore.base.processor import lacks_bfloat16
 from grpo_mcore.recipe.schema.cluster import ClusterConfig, LaunchConfig
@@ -72,6 +72,13 @@ class RecipeSections(Section):
         fill_nulls(self)
         return self
 
+    @model_serializer(mode="wrap")
+    def _without_unused_sections(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out the sections of algorithms that the recipe does not have, so that what is written is read as a
+        recipe of the same algorithm."""
+        used = self.model_fields_set | {algorithm_of(self)}
+        return {name: value for name, value in dump(self).items() if name not in ALGORITHMS or name in used}
+
 
 NEED_BFLOAT16 = {
     "policy.megatron_cfg.optimizer.use_precision_aware_optimizer": True,
@@ -84,19 +91,19 @@ Algorithm = Literal["grpo", "sft", "dpo", "rm", "eval"]
 
 FINE_TUNING: tuple[Algorithm, ...] = ("dpo", "rm", "sft")
 """Algorithms that learn from given examples, without engines."""
+ALGORITHMS: tuple[Algorithm, ...] = ("grpo", *FINE_TUNING, "eval")
+"""All algorithms, which are names of sections: a recipe is one of the first that it has."""
 
 
 def algorithm_of(config: RecipeSections) -> Algorithm:
-    """Return what the recipe describes: the first algorithm that it has a section of, training before evaluation; GRPO
-    where it has none."""
-    algorithms: tuple[Algorithm, ...] = ("grpo", *FINE_TUNING, "eval")
-    return next((name for name in algorithms if name in config.model_fields_set), "grpo")
+    """Return what the recipe describes: the first of ALGORITHMS that it has a section of; GRPO where it has none."""
+    return next((name for name in ALGORITHMS if name in config.model_fields_set), "grpo")
 
 
-def sections_of_others(recipe: Mapping[str, Any], algorithm: str | None) -> set[str]:
-    """Return the sections of a recorded recipe, which has all, that would make it one of another algorithm than that of
-    its run. None: it is no record."""
-    return recipe.keys() & {"grpo", *FINE_TUNING} - {algorithm} if algorithm else set()
+def settle_algorithm(config: RecipeSections, algorithm: Algorithm) -> None:
+    """Make a recipe one of the algorithm that a verb runs, whichever sections it has."""
+    config.model_fields_set.difference_update(ALGORITHMS[: ALGORITHMS.index(algorithm)])
+    config.model_fields_set.add(algorithm)
 
 
 def runs_grpo(config: RecipeSections) -> bool:

@@ -21,7 +21,7 @@ from grpo_mcore.observe.run_folder import (
     say_left_out,
 )
 from grpo_mcore.observe.samples import SAMPLES_FOLDER, Kind, sample_steps
-from grpo_mcore.recipe import MasterConfig, sections_of_others
+from grpo_mcore.recipe import MasterConfig
 
 T = TypeVar("T")
 
@@ -145,9 +145,9 @@ def recorded_run(path: Path) -> tuple[Path, MasterConfig]:
     that `grpo-mcore fetch` made, or lies where the run was started rather than in the working directory, where another
     run may have its own. Raises NoRun."""
     run = read_run(path)
-    folder, others = run.folder, sections_of_others(run.recipe, run.algorithm)
+    folder = run.folder
     try:
-        recipe = MasterConfig.model_validate({key: run.recipe[key] for key in run.recipe.keys() - others})
+        recipe = MasterConfig.model_validate(run.recipe)
     except ValueError as error:
         raise NoRun(f"{folder / HYPERPARAMS_FILE} holds no recipe: {reason_of(error)}") from error
     logs, saving = Path(recipe.logger.log_dir), recipe.checkpointing
