@@ -65,17 +65,30 @@ _AFTER_IS = rf"(?:(?:{_AFTER_WORD})\W{{0,3}}(?<=\W)|(?<=[是为為は은는选�
 _HEADING = r"(?:^[^\w\n]*(?:final )?answer[^\w\n]*\n|####\s)"
 
 
+_CORRECT = r"is\s+(?:the\s+|my\s+)?(?i:correct|right|best|true|answer|one|only)\b"
+_AT_END = (
+    rf"(?!\w|['’]\w|-\w){_CLOSING}(?!{_OTHER}[{_LATIN}]{_ALONE})\s*(?:$|[,;:!。，]|\.(?![\w.])|"
+    rf"\b(?:{'|'.join(_BECAUSE.split())})\b|{_CORRECT})"
+)
+_SO_IS = (
+    r"(?:\b(?i:choose|pick|select|say|go(?:ing)? with|it['’]?s|(?:it|which) is|must be|should be|leaves|"
+    r"correspond(?:s|ing)|match(?:es|ing)?|answer to|so|therefore|thus|hence|daher|donc|only)[\s,:]+(?:to\s|with\s)?|"
+    r"(?<![不别])[选選][择擇]?\s*)"
+)
+
+
 class _Patterns(NamedTuple):
-    """How one letter is stated after a word for answer, and how a list of letters is."""
+    """How one letter is stated after a word for answer, how a list of letters is, and how a sentence picks one."""
 
     letter: re.Pattern[str]
     several: re.Pattern[str]
+    picked: re.Pattern[str]
 
 
 def _patterns(words: str, letters: str, article: str = "") -> _Patterns:
     """`letter` matches a word, a colon and a `letter`, or "is" and a `capital`, with `several` where more letters
     follow and `word` where the letter begins a phrase instead of standing alone. `several` matches a statement's
-    `rest`."""
+    `rest`, and each group of `picked` a letter."""
     ordered = [word.replace("_", r"\s") for word in sorted(words.split(), key=len, reverse=True)]
     # Words stand alone, too, but for those of scripts without spaces.
     whole = [word if re.match(rf"[{_CJK}\u0e00-\u0e7f]", word) else rf"(?<![^\W_]){word}" for word in ordered]
@@ -84,30 +97,32 @@ def _patterns(words: str, letters: str, article: str = "") -> _Patterns:
     lines = rf"\s*\n(?!\s*(?P=letter)){_OPENING}{lone}{_ALONE}{_CLOSING}[ \t]*(?:\n|\Z)"
     letter = (
         rf"(?:(?:{names}{_LABELS}{_SIGN}|{_HEADING}){_OPENING}(?P<letter>[{letters}])|"
-        rf"{names}{_LABELS}{_AFTER_IS}{article}{_OPENING}(?P<capital>{lone}))"
+        rf"{names}{_LABELS}{_AFTER_IS}{article}{_OPENING}(?P<capital>{lone}|[a-j](?=\))))"
         rf"{_ALONE}{_CLOSING}(?:(?<=\))(?=\d)|(?![^\W{_CJK}]))"
         rf"(?:(?P<several>{_OTHER}[{letters}]{_ALONE}{_CLOSING}(?!\s+\w)|[\s!]*[?？]|{_DENIED}|{lines}|"
         rf"(?:\.[ \t]*{lone}{_ALONE})+\.?[ \t]*(?:\n|\Z))|"
         rf"(?P<word>(?<![)\]）】}}>*])[ \t]+(?!(?:{'|'.join(_BECAUSE.split())}|{_IS_RIGHT}|and not)\b)[^\W{_CJK}]))?"
     )
     several = rf"(?:{names}{_LABELS}(?:{_SIGN}|{_AFTER_IS})|{_HEADING})\s*(?P<rest>[^\n]*)"
-    return _Patterns(*(re.compile(pattern, re.IGNORECASE | re.MULTILINE) for pattern in (letter, several)))
+    noun = rf"(?:(?i:{names}|\b(?:option|choice|letter))\.?\s*[:：]?\s+)"
+    picked = (
+        rf"(?:{_SO_IS}(?i:the\s)?{noun}?|(?P<named>{noun})|"
+        rf"\b(?i:option|choice|letter|answer|solution|statement|response|pick|one)\b[^.\n]{{0,30}}\bis\s+)"
+        rf"{_OPENING}(?P<letter>[{_LATIN}])(?:{_AT_END}|(?<=\([{_LATIN}])\)\s(?![a-z]))"
+        rf"|{_SO_IS}\*\*\(?(?P<bold>[{_LATIN}])[.):](?!\W*[a-z])"
+        rf"|(?<!\w)\((?P<labelled>[{_LATIN}])\){_CLOSING}\s+{_CORRECT}"
+        rf"|\b[oO]nly\s(?P<only>[A-HJ])\s(?!and\b|or\b)(?=[a-z])"
+        rf"|(?:^|(?<=,\s))(?P<first>[{_LATIN}])[).]?(?:,?\s+(?i:{'|'.join(_BECAUSE.split())})\b|\s+{_CORRECT})"
+    )
+    any_case = re.IGNORECASE | re.MULTILINE
+    return _Patterns(re.compile(letter, any_case), re.compile(several, any_case), re.compile(picked))
 
 
 _ENGLISH = _patterns(_WORDS["en"], "".join(_SCRIPTS[:2]))
 _ANY_LANGUAGE = _patterns(" ".join(_WORDS.values()), "".join(_LETTER), _ARTICLE)
-_CORRECT = r"(?:is|are)\s+(?:the\s+|my\s+)?(?i:correct|right|best|true|answer|one|only)\b"
-_AT_END = rf"(?!\w|['’]\w|-\w){_CLOSING}\s*(?:$|[,;:!。，]|\.(?![\w.])|\b(?:{'|'.join(_BECAUSE.split())})\b|{_CORRECT})"
-_PICKED = re.compile(
-    rf"(?:\b(?i:answer|ans\.?|option|choice|letter)\s*[:：]?\s+|\b(?i:choose|pick|select|say|go(?:ing)? with|it['’]?s|"
-    rf"it is|must be|should be|leaves|so|therefore|thus|hence)[\s,:]+|(?<![不别])[选選][择擇]?\s*|"
-    rf"\b(?i:option|choice|letter|answer|solution|statement|response|pick|one)\b[^.\n]{{0,30}}\bis\s+)"
-    rf"(?i:(?:the )?(?:option|choice|letter)\s+)?{_OPENING}(?P<letter>[{_LATIN}]){_AT_END}"
-    rf"|(?<!\w)\((?P<labelled>[{_LATIN}])\){_CLOSING}\s+{_CORRECT}"
-    rf"|(?:^|(?<=,\s))(?:[oO]nly\s)?(?P<first>[{_LATIN}])[).]?\s+(?:(?i:{'|'.join(_BECAUSE.split())})\b|{_CORRECT})"
-)
 _UNSURE = re.compile(
-    r"\b(?:not|never|neither|nor|either|both|all|or|and|incorrect|wrong|maybe|perhaps|possibly|might|could|though|better|see|mistake|trap|eliminated?|excluded?|ruled?)\b|n['’]t\b|\?",
+    r"\b(?:not|never|neither|nor|either|incorrect|wrong|maybe|perhaps|possibly|might|could|(?<!\bI )would|though|"
+    r"(?:some|many|most) \w+s|if|wenn|fails?|better|see|mistake|trap|eliminated?|excluded?|ruled?)\b|n['’]t\b|\?",
     re.IGNORECASE,
 )
 _REASON = re.compile(r"[,;]?\s(?:because|since|as)\s")
@@ -122,7 +137,7 @@ _OPTION = re.compile(
 _ONLY_OPTION = re.compile(rf"(?P<letter>[{_LATIN}]){_ALONE}[.:)][ \t]+\S.*(?P<bold>)")
 _LISTED = re.compile(rf"[-*_\s]*\(?[{_LATIN}][).:]")
 _MOST_OF_AN_OPTION = 200  # characters
-_SENTENCE = re.compile(r"(?<=[.!?])(?<!\b[Aa]ns\.)\s+|\n+|,\s+(?=so\b|hence\b|therefore\b|thus\b)")
+_SENTENCE = re.compile(r"(?<=[.!?])(?<!\b[Aa]ns\.)(?<!\*[A-J]\.)\s+|\n+|,\s+(?=so\b|hence\b|therefore\b|thus\b)")
 _ONLY_LETTER = re.compile(rf"{_OPENING}([{''.join(_LETTER)}])[^\w+#=?？'’]*", re.IGNORECASE)
 _DECORATION = re.compile(r"\\(?:boxed|fbox|text(?:bf|it|rm|sf)?|math(?:bf|rm|sf|it)|mbox)|[\s*_$\"'`(){}\[\].\\]")
 _SEVERAL = re.compile(rf"(?:[{_LATIN}](?:[,;&+、和]|and)*)+")
@@ -152,7 +167,7 @@ def _choice(patterns: _Patterns, response: str, ground_truth: str) -> tuple[bool
         )
     letters = sorted({_latin(match[1]) for match in right if match is not None})
     text = as_said(response).translate(INVISIBLE)
-    letter = _last_letter(patterns.letter, text) if len(letters) == 1 else _last_letters(patterns.several, text)
+    letter = _last_letter(patterns, text) if len(letters) == 1 else _last_letters(patterns.several, text)
     return letter == ", ".join(letters), letter
 
 
@@ -173,8 +188,8 @@ def _last_letters(pattern: re.Pattern[str], text: str) -> str | None:
     return ", ".join(sorted({*re.findall(f"[{_LATIN}]", listed)})) if _SEVERAL.fullmatch(listed) else None
 
 
-def _last_letter(pattern: re.Pattern[str], text: str) -> str | None:
-    stated = [match for match in pattern.finditer(text) if match["word"] is None]
+def _last_letter(patterns: _Patterns, text: str) -> str | None:
+    stated = [match for match in patterns.letter.finditer(text) if match["word"] is None]
     if stated:
         kind = "letter" if stated[-1]["letter"] else "capital"
         before, (mark, *_) = text[: stated[-1].start(kind)].rpartition("\n")[2], (*text[stated[-1].end(kind) :], "")
@@ -187,7 +202,7 @@ def _last_letter(pattern: re.Pattern[str], text: str) -> str | None:
         return boxed.pop() if len(boxed) == 1 else None
     if (alone := _ONLY_LETTER.fullmatch(text.strip())) is not None:
         return _latin(alone[1])
-    return _picked(text) or _option_alone(text)
+    return _picked(patterns.picked, text) or _option_alone(text)
 
 
 def _boxed_letters(text: str) -> set[str]:
@@ -223,15 +238,18 @@ def _option_alone(text: str) -> str | None:
     return option["letter"] or option["bold"]
 
 
-def _picked(text: str) -> str | None:
+def _picked(pattern: re.Pattern[str], text: str) -> str | None:
     """Return the letter that the last sentence settles on in its own words, as "so I pick (B)": the only one, neither
     denied nor in doubt."""
     sentences = [sentence for sentence in _SENTENCE.split(text) if sentence.strip()]
     if not sentences or _UNSURE.search(_REASON.split(sentences[-1])[0]):
         return None
     sentence = sentences[-1].strip()
-    picked = [match for match in _PICKED.finditer(sentence) if is_asserted(sentence, "", match.start(), match.end())]
-    letters = {next(filter(None, match.groups())) for match in picked}
+    letters = {
+        match["letter"] or match["bold"] or match["labelled"] or match["only"] or match["first"]
+        for match in pattern.finditer(sentence)
+        if is_asserted(sentence, "" if match["named"] else None, match.start(), match.end())
+    }
     return letters.pop() if len(letters) == 1 else None
 
 
