@@ -184,9 +184,7 @@ class Rollouts:
     def _finish(self, sample: OpenSample, trajectory: TrajectoryRef, score: Score) -> None:
         group, waited, sample.wait = sample.group, sample.wait, None
         sample.result = trajectory, score, self.cluster.clock.now()
-        if group.has_agents:
-            self._hooks.on_sample()
-        elif not _is_last(waited):
+        if not _is_last(waited):
             self._record_last_turn(sample, trajectory)
         group.unfinished -= 1
         if not group.unfinished:

@@ -185,6 +185,23 @@ def test_images_that_the_endpoint_has_forgotten_cost_their_sample_alone(
     assert turn.token_ids.tolist() == [6, 6] and turn.images == (spans[1],) and kept[0][1].reward == 1
 
 
+def test_a_group_may_be_complete_without_its_last_samples(gym: Gym) -> None:
+    """grpo.async_grpo.min_samples_per_group was not applied to agents. They finish the others all the same."""
+    group = engine_group(Shuffling(0), 1)
+    group.endpoint = SimpleNamespace(address="here")  # type: ignore[assignment]
+    rollouts = Rollouts(group, {"game": gym}, None, TurnLimits(1, 99), seed=5, enough_samples=2)
+    row: Any = prompt(0, idx=0, extra_env_info={"agent_task": {}})
+    for step in (1, 2):  # the same prompt again: a late sample of the first step is not one of the second
+        rollouts.dispatch([row], Sampling(8), generations=3, step=step)
+        late = [(gym.streams[0], gym.streams[0].asked[2])] if step == 2 else []
+        for stream, asked in [*late, *((gym.streams[-1], asked) for asked in gym.streams[-1].asked[:2])]:
+            assert not rollouts._finished
+            stream.play(asked, f"of step {step}" if stream is gym.streams[-1] else "late")
+            rollouts.take([stream])
+        samples = rollouts.next_group().samples
+        assert [(it.generation_index, it.ref) for it in samples] == [(index, f"of step {step}") for index in (0, 1)]
+
+
 @pytest.mark.parametrize("engines", [1, 2])
 def test_an_engine_whose_death_only_the_endpoint_noticed_is_replaced(gym: Gym, engines: int) -> None:
     """Its successor is refitted at once if the agents have no other engine."""
