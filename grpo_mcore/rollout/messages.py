@@ -30,9 +30,12 @@ KNOWN_ROLES = ("system", "user", "assistant", "tool")
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names under which messages have their reasoning."""
+_REASONING_LISTS = ("thinking_blocks", "reasoning_details")
+"""Names under which litellm and OpenRouter have it in parts. Of an encrypted part there is no text."""
 _TEXT_PARTS = (None, "text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal")
 _REASONING_PARTS = ("reasoning", "thinking", "thought")
 _TOOL_FIELDS = ("type", "input_schema", "cache_control")
+_VALUES_OF_A_SCHEMA = ("default", "const")
 
 
 class MessageError(ValueError):
@@ -99,8 +102,7 @@ def _read_message(message: Any, where: str, read_image: ReadImage | None = None)
         calls, content = read_list(content, f"{where}: the call", "calls", single=True), None
     elif not calls and older_call is not None:  # OpenAI's older form
         calls = [older_call]
-    if calls and not isinstance(calls, list):
-        raise MessageError(f"{where}: 'tool_calls' must be a list, got {kind_of(calls)}")
+    calls = read_list(calls, f"{where}: tool_calls", "calls")
     fields["role"] = ROLES.get(role, role if role in KNOWN_ROLES else fields["role"])
     if fields["role"] == "tool" and _is_value(content):
         content = _as_text(content, "")
@@ -109,15 +111,27 @@ def _read_message(message: Any, where: str, read_image: ReadImage | None = None)
     for key in REASONING_FIELDS:
         if not isinstance(value := fields.get(key, ""), str):
             raise MessageError(f"{where}: {key!r} must be text, got {kind_of(value)}")
-    if read.reasoning:
-        earlier = [fields.pop(key) for key in REASONING_FIELDS if fields.get(key)]
-        fields["reasoning_content"] = "\n".join([*earlier, *read.reasoning])
+    if read.reasoning or not any(fields.get(key) for key in REASONING_FIELDS):
+        reasoning = [*_own_reasoning(fields), *read.reasoning]
+        fields = {key: value for key, value in fields.items() if key not in REASONING_FIELDS}
+        fields |= {"reasoning_content": "\n".join(reasoning)} if reasoning else {}
     has_more = calls or fields.get("generation_token_ids") or any(fields.get(key) for key in REASONING_FIELDS)
     if content is None and not has_more:
         raise MessageError(f"{where} has no content")
     if read.results and not (read.parts or has_more):
         return read.results
     return [*read.results, {**fields, "content": read.value, **({"tool_calls": calls} if calls else {})}]
+
+
+def _own_reasoning(fields: Mapping[str, Any]) -> list[str]:
+    """Return the reasoning in a message's fields of their own: the first that is text, else the parts of a list."""
+    if text := next((fields[key] for key in REASONING_FIELDS if fields.get(key)), None):
+        return [text] if isinstance(text, str) else []
+    parts = next((fields[key] for key in _REASONING_LISTS if isinstance(fields.get(key), list)), [])
+    texts = (
+        part.get("thinking") or part.get("text") or part.get("summary") for part in parts if isinstance(part, dict)
+    )
+    return [text for text in texts if isinstance(text, str)]
 
 
 def _is_value(content: Any) -> bool:
@@ -237,18 +251,24 @@ def read_call(call: Any, where: str) -> Message:
 
 
 def read_tools(value: Any, name: str) -> list[Message]:
-    """Return the tools that a conversation may call: a list of objects, each or all of which may be JSON text. A
-    function without the chat API's frame {"type": "function", "function": ...}, as in the Responses and Messages APIs,
-    gets it; tools that are no functions stay as they are."""
-    return [_read_tool(tool, name) for tool in read_list(value, name, "tools")]
+    """Return the tools that a conversation may call: a list of objects, each or all of which may be JSON text, as may
+    their parameters. A function without the chat API's frame {"type": "function", "function": ...}, as in the Responses
+    and Messages APIs, gets it; tools that are no functions stay as they are. Fields that are null are left out."""
+    return [_without_nulls(_read_tool(tool, name)) for tool in read_list(value, name, "tools")]
+
+
+def _without_nulls(schema: Any) -> Any:
+    if isinstance(schema, dict):
+        shown = {key: value for key, value in schema.items() if value is not None or key in _VALUES_OF_A_SCHEMA}
+        return {key: _without_nulls(value) for key, value in shown.items()}
+    return [*map(_without_nulls, schema)] if isinstance(schema, list) else schema
 
 
 def _read_tool(tool: Any, name: str) -> Message:
-    tool = _parsed(tool, name) if isinstance(tool, str) else tool
     if not isinstance(tool, dict):
         raise MessageError(f"{name!r} must be a list of tools, got a list with {kind_of(tool)}")
     if "function" not in tool and tool.get("type") in (None, "function", "custom"):
-        function = {key: value for key, value in tool.items() if key not in _TOOL_FIELDS and value is not None}
+        function = {key: value for key, value in tool.items() if key not in _TOOL_FIELDS}
         schema = {"parameters": tool["input_schema"]} if "input_schema" in tool else {}
         tool = {"type": "function", "function": function | schema}
     function = tool.get("function", tool)
@@ -256,18 +276,20 @@ def _read_tool(tool: Any, name: str) -> Message:
         isinstance(function, dict) and isinstance(function.get("name"), str)
     ):
         raise MessageError(f"{name!r} has a tool without a name")
-    return tool
+    if isinstance(function, dict) and isinstance(parameters := function.get("parameters"), str) and parameters.strip():
+        function = {**function, "parameters": _parsed(parameters, name)}
+    return {**tool, "function": function} if "function" in tool else function
 
 
 def read_list(value: Any, name: str, kind: str, *, single: bool = False) -> list[Any]:
-    """Return a list, which may be JSON text (a table's cells often are). `kind` says what is in it, for MessageError.
-    With `single`, one object is a list of it."""
+    """Return a list, which may be JSON text (a table's cells often are), as may its elements. `kind` says what is in it,
+    for MessageError. With `single`, one object is a list of it."""
     if isinstance(value, str) and value.strip():
         value = _parsed(value, name)
     value = [value] if single and isinstance(value, dict) else value
     if value not in (None, "") and not isinstance(value, list):
         raise MessageError(f"{name!r} must be a list of {kind}, got {kind_of(value)}")
-    return value or []
+    return [_parsed(element, name) if isinstance(element, str) else element for element in value or []]
 
 
 def _parsed(text: str, name: str) -> Any:
@@ -297,6 +319,10 @@ class Item(Struct, omit_defaults=True, gc=False):
     tool_calls: Any = None
     tool_call_id: Any = None
     reasoning_content: Any = None
+    thinking: Any = None
+    reasoning: Any = None
+    thinking_blocks: Any = None
+    reasoning_details: Any = None
 
     @property
     def is_message(self) -> bool:
@@ -351,14 +377,12 @@ class ItemReader:
         read = read_content(item.content, "a message", keeps_media=True)
         if role != "assistant":
             self._turn = None
-            self._messages.append({"role": role, "content": read.value})
+            self._messages.append({"role": role, "content": None if item.content is None else read.value})
             return
         turn = self._open_turn()
         turn["content"] = read.value
-        if isinstance(item.reasoning_content, str):
-            read.reasoning.insert(0, item.reasoning_content)
-        if read.reasoning:
-            self._add_reasoning("\n".join(filter(None, read.reasoning)), turn)
+        own = _own_reasoning({key: getattr(item, key) for key in (*REASONING_FIELDS, *_REASONING_LISTS)})
+        self._add_reasoning("\n".join(filter(None, [*own, *read.reasoning])), turn)
         calls = [*read_list(item.tool_calls, "tool_calls", "calls"), *read.calls] if item.tool_calls else read.calls
         for call in calls:
             function = call.get("function", call) if isinstance(call, dict) else None
@@ -400,9 +424,8 @@ class ItemReader:
 
 
 def _item_texts(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    return [content_text(read_content([part], "reasoning").value) for part in read_list(value, "reasoning", "parts")]
+    read = read_content(value, "reasoning")
+    return [*read.parts, *read.reasoning]
 
 
 def _as_text(value: Any, absent: str) -> str:

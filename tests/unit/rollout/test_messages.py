@@ -211,6 +211,16 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
                 }
             ],
         ),
+        ({"role": "assistant", "content": "a", "tool_calls": json.dumps([json.dumps({"name": "f", "arguments": "{}"})])},
+         [{"role": "assistant", "content": "a", "tool_calls": [CALL]}]),
+        ({"role": "assistant", "content": "a", "tool_calls": "[]"}, [{"role": "assistant", "content": "a"}]),
+        ({"role": "assistant", "content": "a", "reasoning": None, "reasoning_details": [
+            {"type": "reasoning.summary", "summary": "s"}, {"type": "reasoning.encrypted", "data": "x"}]},
+         [{"role": "assistant", "content": "a", "reasoning_content": "s", "reasoning_details": [
+            {"type": "reasoning.summary", "summary": "s"}, {"type": "reasoning.encrypted", "data": "x"}]}]),
+        ({"role": "assistant", "content": "a", "thinking_blocks": [{"type": "thinking", "thinking": "t"}]},
+         [{"role": "assistant", "content": "a", "reasoning_content": "t",
+           "thinking_blocks": [{"type": "thinking", "thinking": "t"}]}]),
         ({"role": "tool", "content": {"a": 1}}, [{"role": "tool", "content": '{"a": 1}'}]),
         ({"role": "tool", "content": [1, "é"]}, [{"role": "tool", "content": '[1, "é"]'}]),
         ({"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": None}]},
@@ -245,7 +255,7 @@ def test_forms_of_a_message(message: dict[str, Any], normal: list[dict[str, Any]
         ([{"role": "assistant", "content": "a", "reasoning_content": ["t"]}],
          "'reasoning_content' must be text, got a list"),
         ([{"role": "assistant", "content": "a", "tool_calls": {"name": "f"}}],
-         "'tool_calls' must be a list, got an object"),
+         "tool_calls\" must be a list of calls, got an object"),
         ([{"role": "assistant", "content": "a", "tool_calls": [{"id": "c"}]}], "must have the name of its function"),
         ([{"role": "assistant", "content": "a", "tool_calls": [{"name": "f", "arguments": [1]}]}],
          "the arguments of a call must be an object or text, got a list"),
@@ -264,6 +274,12 @@ def test_tools() -> None:
     web = {"type": "web_search"}
     tools = [TOOL, FUNCTION, {"type": "function", "strict": None, **FUNCTION}, json.dumps(TOOL)]
     assert read_tools([*tools, web], "tools") == [TOOL] * 4 + [web]
+    exported = {**TOOL["function"], "description": None, "parameters": json.dumps(TOOL["function"]["parameters"])}
+    assert read_tools([{**TOOL, "function": exported}], "tools") == [TOOL]
+    of_all_tools = {"type": "object", "properties": {"a": {"type": "string", "default": None, "enum": None}, "b": None}}
+    of_one = {"type": "object", "properties": {"a": {"type": "string", "default": None}}}
+    (read,) = read_tools([{"name": "f", "parameters": of_all_tools}], "tools")
+    assert read["function"]["parameters"] == of_one
     for wrong in ([5], [{"description": "d"}], [{"type": "function", "function": {"name": 1}}], {"a": 1}, 0):
         with pytest.raises(MessageError, match="'tools' "):
             read_tools(wrong, "tools")

@@ -255,6 +255,7 @@ def test_what_no_completion_has_is_refused(gpt: Any, claude: Any, engines: ChatE
     ("body", "why"),
     [
         ({"input": []}, "input: a text or a list"),
+        ({"input": [{"role": "user"}]}, "input: message 0 of 'input' has no content"),
         ({"input": [{"type": "computer_call"}]}, "an item of type 'computer_call', which chat"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
