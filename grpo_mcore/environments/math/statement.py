@@ -13,7 +13,7 @@ from grpo_mcore.environments.math.units import split_unit
 _BOX = re.compile(
     r"\\?(?:\\(?:boxed|fbox|framebox|Boxed|ovalbox|shadowbox|doublebox|tcboxmath|bbox|mathbox|colorbox\s*\{[^{}]*\}|"
     r"fcolorbox\s*\{[^{}]*\}\s*\{[^{}]*\})|(?<![a-zA-Z\\])boxed(?=\{))\s*(?:\[[^\]]*\]\s*){0,2}"
-    r"(?:(\{)|([^\s{}\\a-zA-Z]))"
+    r"(?:(\{)|([-+]?\d+(?:[.,/]\d+)*|[^\s{}\\a-zA-Z]))"  # TeX boxes the first digit of "\boxed 42", nobody else does
 )
 BETWEEN_BOXES = re.compile(
     r"(?:\s|[,;&$]|\\[,;:!()\[\] ]|\\q?quad(?![a-zA-Z])|\\\\|\band\b|\bor\b|\\text\{\s*,?\s*(?:and|or)?\s*\}|"
