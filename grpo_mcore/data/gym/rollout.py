@@ -16,7 +16,7 @@ ROUNDING = 1e-9
 
 
 MASKED = "mask_sample: the environment itself says not to train on it"
-FAILED = "_ng_failure_class: the rollout failed, its answer is not the agent's last word"
+FAILED = "the Gym says that the rollout failed (failure_reason), so its answer is not the agent's last word"
 CUT_OFF = "cut off at a length limit (response.status incomplete)"
 
 
@@ -55,6 +55,8 @@ class Rollout(Struct, gc=False):
     task_index: int | str | None = field(name="_ng_task_index", default=None)
     mask_sample: Any = None
     failure: Any = field(name="_ng_failure_class", default=None)
+    not_kept: Any = field(name="_ng_no_persist", default=None)
+    failure_reason: Any = None
     row: Any = None
 
 
@@ -117,7 +119,7 @@ def check_usable(rollout: Rollout) -> None:
     it failed, or it was cut off."""
     if rollout.mask_sample is True:
         raise Filtered(MASKED)
-    if rollout.failure is not None:
+    if rollout.failure is not None or rollout.not_kept or rollout.failure_reason:
         raise Filtered(FAILED)
     response = rollout.response
     if response is not None and (response.status == "incomplete" or response.incomplete_details):

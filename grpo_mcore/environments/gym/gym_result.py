@@ -28,11 +28,13 @@ def read_result(result: Any, seconds: float, form: FormRules = FormRules()) -> A
     """Read the reply of the agent's /run. Raises AgentFailure."""
     if not isinstance(result, dict):
         raise AgentFailure(f"the Gym's result is not an object, but {type(result).__name__}")
-    if FAILURE in result:
+    if result.get(FAILURE) is not None:
         final = bool(result.get(TERMINAL))
         raise AgentFailure(f"the Gym says {result[FAILURE]!r}", again=not final)
     if result.get(NOT_KEPT):
         raise AgentFailure("the Gym says that the rollout was killed", again=True)
+    if reason := result.get("failure_reason"):
+        raise AgentFailure(f"the Gym says {reason!r:.200} (failure_reason)")
     if result.get("mask_sample"):
         raise AgentFailure("the Gym says that it must not be trained on (mask_sample)")
     response = result.get("response")

@@ -103,7 +103,7 @@ def test_an_input_of_many_turns(run: Any) -> None:
         thought("t"),
         call("f", "{}"),
         call_output("x"),
-        {"role": "assistant", "content": "ab"},
+        {"role": "assistant", "content": "ab", "reasoning": "r"},
         {
             "role": "assistant",
             "content": None,
@@ -119,7 +119,7 @@ def test_an_input_of_many_turns(run: Any) -> None:
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": "", "reasoning_content": "t", "tool_calls": [openai_call("f", "{}", "c1")]},
         {"role": "tool", "tool_call_id": "c1", "content": "x"},
-        {"role": "assistant", "content": "ab"},
+        {"role": "assistant", "content": "ab", "reasoning_content": "r"},
         {"role": "assistant", "content": "", "tool_calls": [openai_call("g", "{}", "k")]},
         {"role": "tool", "content": "y", "tool_call_id": "k"},
         {"role": "user", "content": "c"},
@@ -195,6 +195,8 @@ def test_simple(run: Any) -> None:
     ("fields", "reason"),
     [
         ({"_ng_failure_class": "timeout"}, "the rollout failed"),
+        ({"_ng_no_persist": True}, "the rollout failed"),
+        ({"failure_reason": "no browser"}, "the rollout failed"),
         ({"response": {"status": "incomplete"}}, "cut off at a length limit"),
         ({"response": {"incomplete_details": {"reason": "max_output_tokens"}}}, "cut off at a length limit"),
         ({"mask_sample": True}, "the environment itself says"),

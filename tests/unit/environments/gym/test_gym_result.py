@@ -99,6 +99,11 @@ def test_calls_and_nested_items() -> None:
     assert rollout.branches[0][0].text == "thinks f({})"
 
 
+def test_a_failure_that_is_null_is_none() -> None:
+    found = result(*TWO, _ng_failure_class=None, _ng_no_persist=None, failure_reason=None)
+    assert read_result(found, 1.0).branches == read_result(result(*TWO), 1.0).branches
+
+
 def test_a_limit_of_the_last_turn() -> None:
     response = {"output": list(TWO), "incomplete_details": {"reason": "max_output_tokens"}}
     rollout = read_result(result(response=response), 1.0)
@@ -115,6 +120,7 @@ def test_a_limit_of_the_last_turn() -> None:
         ({"_ng_failure_class": "timeout", "_ng_failure_terminal": True}, "'timeout'", False),
         ({"_ng_no_persist": True}, "was killed", True),
         (result(*TWO, mask_sample=True), "mask_sample", False),
+        (result(*TWO, failure_reason="no browser"), "'no browser'", False),
         ({"reward": 1.0}, "no response.output", False),
         ({"reward": 1.0, "response": {"output": None}}, "no response.output", False),
         (result(*TWO, reward=None), "reward is None", False),
