@@ -8,6 +8,7 @@ field.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,9 +78,12 @@ def join_texts(messages: Iterable[Mapping[str, Any]], joint: str) -> list[Messag
     return joined
 
 
-def refuse_unknown_roles(messages: Iterable[Message], chat_template: Any) -> None:
+def refuse_unknown_roles(messages: Sequence[Message], chat_template: Any) -> None:
     """Raise MessageError for a role that the chat template does not name: many templates write any role down, though no
-    model knows it, and others leave its messages out."""
+    model knows it, and others leave its messages out. So are calls and tools refused in fields of OLMo's template."""
+    for key in {key for message in messages for key in ("function_calls", "functions") if message.get(key)}:
+        if not re.search(rf"""(?:\.|\[['"]|\(['"]){key}\b""", str(chat_template)):
+            raise MessageError(f"a message has {key!r}, which the chat template does not read: give tool_calls, tools")
     for role in {message["role"] for message in messages} - {*KNOWN_ROLES}:
         if role not in str(chat_template):
             raise MessageError(
@@ -282,8 +286,8 @@ def _read_tool(tool: Any, name: str) -> Message:
 
 
 def read_list(value: Any, name: str, kind: str, *, single: bool = False) -> list[Any]:
-    """Return a list, which may be JSON text (a table's cells often are), as may its elements. `kind` says what is in it,
-    for MessageError. With `single`, one object is a list of it."""
+    """Return a list, which may be JSON text (a table's cells often are), as may its elements. `kind` says what is in
+    it, for MessageError. With `single`, one object is a list of it."""
     if isinstance(value, str) and value.strip():
         value = _parsed(value, name)
     value = [value] if single and isinstance(value, dict) else value

@@ -11,7 +11,7 @@ import msgspec
 from grpo_mcore.base.text import as_written
 from grpo_mcore.data.datasets.choices import choices_of
 from grpo_mcore.data.datasets.contexts import context_field, context_of
-from grpo_mcore.data.datasets.mapped import Row
+from grpo_mcore.data.datasets.mapped import Row, unusable
 from grpo_mcore.data.datasets.messages import as_messages, assistant, is_chat_as_text, user
 from grpo_mcore.data.datasets.source import missing, required
 from grpo_mcore.data.interfaces import RESERVED_KEYS, DataError
@@ -103,6 +103,8 @@ def question_and_answer(
 ) -> Row:
     """Convert a question (text or a conversation) and its answer (text or messages). The row's other fields are kept; a
     field `ground_truth` may replace the answer. Another list or an object is the ground truth and no message."""
+    if bad := _bad_answer(row, *(["label"] if "completion" in row and answer != "label" else [])):
+        return bad
     media, images = _images(row)
     messages = _question(row, question, context, system)
     if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
@@ -137,6 +139,12 @@ def question_and_answer(
             "processor: chat_data_processor"
         )
     return {**extra, "messages": placed(messages, images, media)}
+
+
+def _bad_answer(row: Row, *marks: str) -> Row | None:
+    """Return the row that stands for one whose answer is marked as a bad one, as data for KTO have them; else None."""
+    mark = next((key for key in ("kto_tag", *marks) if row.get(key) is False), None)
+    return None if mark is None else unusable(f"{mark!r} is false, which marks its answer as a bad one (KTO)")
 
 
 def _is_index(truth: Any) -> bool:
@@ -281,6 +289,8 @@ def openai_row(
         raise DataError(f"{chat!r} is the conversation; rename the field 'messages', which is {kind_of(other)}")
     media, images = _images(row)
     messages = read_messages(read_list(value, chat, "messages"), chat, given_image)
+    if messages[-1]["role"] == "assistant" and (bad := _bad_answer(row, "label")):
+        return bad
     messages = placed(_with_system(messages, row, system_key, system_prompt), images, media)
     return {**_other_fields(row, chat, tools, media), "messages": messages, **(_tools(row, tools) or _older_tools(row))}
 

@@ -24,6 +24,24 @@ from grpo_mcore.recipe import DATASETS, load_recipe
 from tests.unit.data.conftest import sums
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "q", "completion": "bad", "label": False},
+        {"prompt": [{"role": "user", "content": "q"}], "completion": "bad", "label": False},
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "bad"}], "label": False},
+        {"instruction": "q", "output": "bad", "kto_tag": False},
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "bad"}], "kto_tag": False},
+    ],
+)
+def test_an_answer_that_is_marked_as_bad_is_left_out(write_jsonl, row):
+    mark = "label" if "label" in row else "kto_tag"
+    path = write_jsonl("kto.jsonl", [row, {**row, mark: True}])
+    bad, good = load_response_dataset({"data_path": path, **settings_for(row)}).dataset
+    assert bad["messages"] == [] and mark in bad["unusable"]
+    assert len(good["messages"]) == 2
+
+
 def test_rows_become_conversations_with_task_uid_and_other_fields(write_jsonl):
     path = write_jsonl(
         "train.jsonl",

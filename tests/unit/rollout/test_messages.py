@@ -211,7 +211,7 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
                 }
             ],
         ),
-        ({"role": "assistant", "content": "a", "tool_calls": json.dumps([json.dumps({"name": "f", "arguments": "{}"})])},
+        ({"role": "assistant", "content": "a", "tool_calls": json.dumps([json.dumps({"name": "f"})])},
          [{"role": "assistant", "content": "a", "tool_calls": [CALL]}]),
         ({"role": "assistant", "content": "a", "tool_calls": "[]"}, [{"role": "assistant", "content": "a"}]),
         ({"role": "assistant", "content": "a", "reasoning": None, "reasoning_details": [
@@ -291,3 +291,7 @@ def test_a_role_that_the_template_does_not_name_is_refused(tokenizer: Any) -> No
     with pytest.raises(RequestError, match="the role 'critic' is neither one of .* nor named in the chat template"):
         prompts.turn(request)[0].token_ids.tolist()
     entrance.refuse_unknown_roles([{"role": "critic"}], "{% if m.role == 'critic' %}")
+    calling = {"role": "assistant", "content": "I look.", "function_calls": "f(x=1)"}
+    with pytest.raises(MessageError, match="has 'function_calls', which the chat template does not read"):
+        entrance.refuse_unknown_roles([calling], "{{ 'function_calls' }}")
+    entrance.refuse_unknown_roles([calling], "{{ m['content'] + m['function_calls'] }}")
