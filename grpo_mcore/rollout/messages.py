@@ -131,7 +131,7 @@ def _own_reasoning(fields: Mapping[str, Any]) -> list[str]:
     """Return the reasoning in a message's fields of their own: the first that is text, else the parts of a list."""
     if text := next((fields[key] for key in REASONING_FIELDS if fields.get(key)), None):
         return [text] if isinstance(text, str) else []
-    parts = next((fields[key] for key in _REASONING_LISTS if isinstance(fields.get(key), list)), [])
+    parts: list[Any] = next((fields[key] for key in _REASONING_LISTS if isinstance(fields.get(key), list)), [])
     texts = (
         part.get("thinking") or part.get("text") or part.get("summary") for part in parts if isinstance(part, dict)
     )
