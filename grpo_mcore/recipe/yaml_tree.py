@@ -178,6 +178,8 @@ class _Conversion:
             except ValueError as error:
                 self.problems.append(Problem(source, key, str(error)))
                 return Node(None, source, key)
+        if node.tag not in (f"{_TAG}map", f"{_TAG}seq"):
+            self.problems.append(Problem(source, key, f"a value of kind {node.tag} cannot stand in a recipe"))
         if any(node is outer for outer in self._around):
             message = "the alias (*name) refers to the mapping or list that contains it"
             raise RecipeError([Problem(source, key, message)], self._name)

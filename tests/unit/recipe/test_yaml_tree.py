@@ -109,3 +109,6 @@ def test_keys_are_words_and_override_is_a_switch(write) -> None:
 def test_unknown_tags_are_rejected(write) -> None:
     with pytest.raises(RecipeError, match=r"r.yaml:1: a: a value of kind !python/name:os cannot stand"):
         parse_file(write("a: !python/name:os x\n"), "r.yaml")
+    for value in ("!include {b: 1}", "!include [1]", "!!set {b}"):
+        with pytest.raises(RecipeError, match=r"r.yaml:1: a: a value of kind \S+(?:include|set) cannot stand"):
+            parse_file(write(f"a: {value}\n"), "r.yaml")
