@@ -5,6 +5,7 @@ path. None of them truncates: a prompt that does not fit gets loss_multiplier 0,
 """
 
 import inspect
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -241,7 +242,8 @@ def _scored_log(row: TaskRow, messages: list[dict[str, Any]]) -> list[Message]:
     if messages[-1]["role"] != "assistant":
         raise RowError(row.uid, "its last message is not the assistant's, so there is no answer to score")
     _refuse_templated(messages, row.tokenizer, row.uid)
-    bare = replace(row, fields={key: value for key, value in row.fields.items() if key != "tools"})
+    left_out = ("tools", "chat_template_kwargs")
+    bare = replace(row, fields={key: value for key, value in row.fields.items() if key not in left_out})
     text = _shown(bare, chat_form(row.tokenizer).messages(messages), row.uid, add_generation_prompt=False)
     (whole,), _ = _tokenise(bare, [("user", text)], [])
     end = Message(role="assistant", content="", token_ids=whole["token_ids"][-1:].clone())
@@ -470,15 +472,17 @@ def _refuse_templated(messages: Chat, tokenizer: Any, uid: str) -> None:
 
 
 def _shown(row: TaskRow, messages: Chat, uid: str, *, add_generation_prompt: bool) -> str:
-    """Return messages as the chat template writes them, with the row's `tools`."""
+    """Return messages as the chat template writes them, with the row's `tools` and its `chat_template_kwargs`."""
     try:
         refuse_unknown_roles(messages, row.tokenizer.chat_template)
     except MessageError as error:
         raise RowError(uid, str(error)) from error
     tools = {"tools": row.fields["tools"]} if row.fields.get("tools") else {}
+    chosen = row.fields.get("chat_template_kwargs") or {}
     try:
+        variables = json.loads(chosen) if isinstance(chosen, str) else chosen
         return row.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **tools
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **tools, **variables
         )
     except Exception as error:  # a template is code of the model's author and may raise anything
         raise RowError(uid, f"the chat template rejects it: {type(error).__name__}: {error}") from error

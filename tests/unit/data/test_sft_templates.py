@@ -213,6 +213,18 @@ def test_thoughts_are_trained_where_the_template_shows_them(name: str, last: str
     assert trained(template, eos, THOUGHT) == [earlier, last]
 
 
+@pytest.mark.parametrize("given", [{"shout": True}, '{"shout": true}'])
+def test_a_row_may_have_variables_of_the_template(given: Any) -> None:
+    template = "{% if shout %}!{% endif %}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    there = tokenizer(template, "<|im_end|>")
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    for processor in (sft_processor, math_hf_data_processor):
+        datum = processor({**row, "chat_template_kwargs": given}, TaskDataSpec("t"), there, None, 0)
+        assert there.decode(datum["message_log"][0]["token_ids"]).startswith("!q")
+    with pytest.raises(DataError, match="the chat template rejects it"):
+        sft_processor({**row, "chat_template_kwargs": [1]}, TaskDataSpec("t"), there, None, 0)
+
+
 def test_a_template_without_any_mark_gets_the_eos_token() -> None:
     plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     assert answer_end(tokenizer(plain, "<eos>")) == "\n<eos>"
