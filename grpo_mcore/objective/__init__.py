@@ -41,7 +41,7 @@ from grpo_mcore.objective.distillation import (
     distillation_metrics,
     teacher_gap,
 )
-from grpo_mcore.objective.estimators import RewardWeights, estimate_advantages, weights_by_name
+from grpo_mcore.objective.estimators import estimate_advantages
 from grpo_mcore.objective.kl import SampleKL, kl_to_go, token_advantages
 from grpo_mcore.objective.loss import ClippedPGLossFn, NLLLossFn
 from grpo_mcore.objective.metrics import CORRECT, majority_at_k, mean_interval, pass_at_k, pass_numbers

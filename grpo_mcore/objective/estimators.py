@@ -1,9 +1,9 @@
 """The advantage estimators by name. All compute one value per sample in float64 and ignore failed samples."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,11 +17,11 @@ from grpo_mcore.objective.advantages import (
     grpo_advantages,
 )
 from grpo_mcore.objective.kl import SampleKL, rewards_minus_kl, token_moments
+from grpo_mcore.recipe import RewardWeights, weights_by_name
 
 AdvantageEstimator = Literal[
     "grpo", "dr_grpo", "rloo", "maxrl", "opo", "gfpo", "reinforce_plus_plus", "flash_reinforce", "remax", "gdpo"
 ]
-RewardWeights: TypeAlias = Mapping[str, float] | Sequence[float]
 
 
 def estimate_advantages(
@@ -257,18 +257,3 @@ def gdpo_advantages(
     if not (std > rounding).all():
         return AdvantageEstimate(torch.zeros_like(total), groups)
     return AdvantageEstimate(total / (std + EPS), groups, terms=terms, scale=float(std) + EPS)
-
-
-def weights_by_name(names: Sequence[str], weights: RewardWeights | None) -> dict[str, float]:
-    """Return the weight of each of the sorted names. Raises ValueError if the weights do not match them."""
-    if weights is None:
-        return dict.fromkeys(names, 1.0)
-    if isinstance(weights, Mapping):
-        if not weights.keys() >= set(names):  # a step may lack the rewards of a task
-            raise ValueError(f"reward_weights names {sorted(weights)}, the rewards are {list(names)}")
-        return dict(weights)
-    if len(weights) != len(names):
-        raise ValueError(
-            f"reward_weights has {len(weights)} entries for the {len(names)} rewards {list(names)}, in that order"
-        )
-    return dict(zip(names, weights, strict=True))

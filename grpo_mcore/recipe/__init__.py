@@ -16,6 +16,8 @@ Imports no torch, and of the other rooms only layout/.
 from grpo_mcore.layout import DevicePool, Finding
 from grpo_mcore.recipe.changes import Change, changes
 from grpo_mcore.recipe.derived import (
+    MATH_REWARDS,
+    RewardWeights,
     batch_equation,
     bin_tokens,
     bins_per_logprob_row,
@@ -38,6 +40,7 @@ from grpo_mcore.recipe.derived import (
     policy_pool,
     prompts_per_generation_batch,
     reads_whole_samples,
+    reward_weights,
     samples_per_step,
     samples_together,
     scoring_settings,
@@ -52,6 +55,7 @@ from grpo_mcore.recipe.derived import (
     teacher_weight,
     trains_on_rewards,
     uses_images,
+    weights_by_name,
     world_size,
 )
 from grpo_mcore.recipe.errors import DEFAULT, Problem, RecipeError, nearest, nearest_hint

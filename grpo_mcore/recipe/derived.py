@@ -2,9 +2,9 @@
 step."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeAlias
 
 from pydantic import ValidationError
 
@@ -21,6 +21,12 @@ from grpo_mcore.recipe.schema.policy import (
     RouterReplayConfig,
     SequencePackingConfig,
 )
+
+MATH_REWARDS = ("correct", "format")
+"""Names of the rewards of the environment math with `format_pattern`."""
+RULES = ("rules", "vlm", *IMAGE_DATASETS)
+"""Names of the environment whose rewards are its components."""
+RewardWeights: TypeAlias = Mapping[str, float] | Sequence[float]
 
 
 def policy_pool(config: RecipeSections) -> DevicePool:
@@ -481,14 +487,36 @@ def reward_names(config: RecipeSections) -> set[str] | None:
     names, environments = set[str](), _sections_of_training(config)
     for kind, section in environments:
         if kind == "math":
-            names |= {"correct", "format"} if section.get("format_pattern") is not None else set()
-        elif kind == "rules":
+            names |= set(MATH_REWARDS) if section.get("format_pattern") is not None else set()
+        elif kind in RULES:
             names |= {*(section.get("components") or ())} | {
                 str(part["name"]) for part in section.get("reward_functions") or () if "name" in part
             }
         elif kind not in ("code", "reward_model"):
             return None
     return names if environments else None
+
+
+def reward_weights(config: RecipeSections) -> RewardWeights | None:
+    """Return grpo.adv_estimator.reward_weights, by name where the recipe tells the names of the rewards. Raises
+    ValueError if the weights do not match them."""
+    names, weights = reward_names(config), config.grpo.adv_estimator.reward_weights
+    return weights if None in (names, weights) else weights_by_name(sorted(names or ()), weights)
+
+
+def weights_by_name(names: Sequence[str], weights: RewardWeights | None) -> dict[str, float]:
+    """Return the weight of each of the sorted names. Raises ValueError if the weights do not match them."""
+    if weights is None:
+        return dict.fromkeys(names, 1.0)
+    if isinstance(weights, Mapping):
+        if not weights.keys() >= set(names):  # a step may lack the rewards of a task
+            raise ValueError(f"reward_weights names {sorted(weights)}, the rewards are {list(names)}")
+        return dict(weights)
+    if len(weights) != len(names):
+        raise ValueError(
+            f"reward_weights has {len(weights)} entries for the {len(names)} rewards {list(names)}, in that order"
+        )
+    return dict(zip(names, weights, strict=True))
 
 
 def gives_negative_rewards(config: RecipeSections) -> bool:

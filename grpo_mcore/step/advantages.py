@@ -24,7 +24,7 @@ from grpo_mcore.objective import (
     scale_reward_values,
     shape_rewards,
 )
-from grpo_mcore.recipe import MasterConfig, RewardScalingConfig, has_greedy_baseline, teacher_weight
+from grpo_mcore.recipe import MasterConfig, RewardScalingConfig, has_greedy_baseline, reward_weights, teacher_weight
 from grpo_mcore.rollout.trajectory import INVALID_TOOL_CALL, MALFORMED_THINKING, Score, accuracy, mean_parts
 from grpo_mcore.step.step_batch import StepBatch, TrainTargets
 
@@ -73,7 +73,7 @@ def compute_targets(
                 std_of_others=estimator.std_of_others,
                 minus_baseline=estimator.minus_baseline,
                 rewards_by_name=named_rewards,
-                reward_weights=estimator.reward_weights,
+                reward_weights=reward_weights(config),
                 tokens=batch.trained_tokens * (weights > 0),
                 lengths=batch.trained_tokens,
                 keep=estimator.keep or 2,

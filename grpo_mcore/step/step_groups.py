@@ -5,8 +5,15 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_mcore.objective import RewardWeights, rewards_differ, weights_by_name
-from grpo_mcore.recipe import MasterConfig, has_greedy_baseline, prompts_per_generation_batch
+from grpo_mcore.objective import rewards_differ
+from grpo_mcore.recipe import (
+    MasterConfig,
+    RewardWeights,
+    has_greedy_baseline,
+    prompts_per_generation_batch,
+    reward_weights,
+    weights_by_name,
+)
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.schedule import Train
 from grpo_mcore.rollout.trajectory import Score, accuracy
@@ -44,7 +51,7 @@ class StepGroups:
         estimator = config.grpo.adv_estimator
         self._first = int(has_greedy_baseline(config))  # the first sample of each group that is drawn
         self._filters, self._ahead = config.grpo.use_dynamic_sampling, config.grpo.async_grpo.max_age > 0
-        self._by_name, self._weights = estimator.name == "gdpo", estimator.reward_weights
+        self._by_name, self._weights = estimator.name == "gdpo", reward_weights(config)
         self._min_range = config.grpo.dynamic_sampling_min_range
         self._batch = prompts_per_generation_batch(config)
         self._groups: dict[str, Group] = {}

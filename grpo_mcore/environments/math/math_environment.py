@@ -35,6 +35,7 @@ from grpo_mcore.environments.math.verifiers import (
 )
 from grpo_mcore.environments.verifier_pool import Result, VerifierPool, WorkerSpec
 from grpo_mcore.objective import CORRECT, pass_at_k
+from grpo_mcore.recipe import MATH_REWARDS
 
 logger = logging.getLogger(__name__)
 
@@ -187,12 +188,12 @@ class MathEnvironment(EnvironmentInterface):
         if self.config.format_pattern is None or result.reward is None:
             return {}
         matches = re.fullmatch(self.config.format_pattern, response) is not None
-        return {"correct": result.reward, "format": float(matches)}
+        return dict(zip(MATH_REWARDS, (result.reward, float(matches)), strict=True))
 
     def _reward(self, result: Verification, parts: Mapping[str, float]) -> float | None:
         if result.reward is None:
             return None
-        return result.reward + self.config.format_reward * parts.get("format", 0.0)
+        return result.reward + self.config.format_reward * parts.get(MATH_REWARDS[1], 0.0)
 
     def global_post_process_and_metrics(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, float]:
         """Return `accuracy` and `pass@k` over the samples that have a reward, and how many have none (`num_failed`). A

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from grpo_mcore.layout import Finding
-from grpo_mcore.recipe.derived import trains_on_rewards
+from grpo_mcore.recipe.derived import reward_weights, trains_on_rewards
 from grpo_mcore.recipe.errors import in_yaml
 from grpo_mcore.recipe.schema.grpo import (
     POLICY_TERM_OPTIONS,
@@ -106,6 +106,10 @@ def check_advantages(config: RecipeSections) -> Iterator[Finding]:
             (_ESTIMATOR + "std_of_others", _ESTIMATOR + "name"),
             "has no effect but with the estimators grpo and gdpo, use_leave_one_out_baseline and normalize_rewards",
         )
+    try:
+        reward_weights(config)
+    except ValueError as error:
+        yield Finding((_ESTIMATOR + "reward_weights", "env"), str(error).removeprefix("reward_weights "))
     no_group = estimator.path is not None or name == "flash_reinforce"
     no_group = no_group or (name == "reinforce_plus_plus" and not estimator.minus_baseline)
     no_group = no_group or not trains_on_rewards(config) or config.ppo.enabled

@@ -11,10 +11,11 @@ import pytest
 import ray
 import torch
 
-from grpo_mcore.environments import create_env, create_env_class, register_env
+from grpo_mcore.environments import create_env, create_env_class, register_env, registry
 from grpo_mcore.environments.errors import EnvironmentConfigError
 from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from grpo_mcore.environments.math.math_environment import MathEnvConfig, MathEnvironment
+from grpo_mcore.recipe.derived import RULES
 from grpo_mcore.rollout.trajectory import Trajectory
 
 
@@ -28,6 +29,8 @@ class EchoEnvironment(EnvironmentInterface):
 
 def test_by_name():
     assert create_env_class("math") == (MathEnvironment, {"cpus": 1.0, "gpus": 0.0})
+    of_rules = [name for name, path in registry._ENVIRONMENTS.items() if path.endswith(":RuleEnvironment")]
+    assert sorted(of_rules) == sorted(RULES), "a recipe knows which names of rewards its environments give"
 
 
 @ray.remote(max_restarts=-1)

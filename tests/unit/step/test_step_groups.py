@@ -51,6 +51,14 @@ def test_named_rewards_count_only_if_the_estimator_uses_them_separately() -> Non
         assert step.add(balanced) == kept
 
 
+def test_a_list_of_weights_is_of_the_rewards_that_the_recipe_names() -> None:
+    """A rule that does not apply to a group gives it no reward of its name; the list had one entry too many there."""
+    recipe = config(use_dynamic_sampling=True, adv_estimator={"name": "gdpo", "reward_weights": [0, 1]})
+    recipe.env, recipe.data.train[0].env_name = {"math": {"format_pattern": ".*"}}, "math"
+    for name, kept in (("correct", False), ("format", True)):
+        assert StepGroups(recipe).add(group("a", [1, 0], parts=[{name: 1.0}, {name: 0.0}])) == kept
+
+
 def test_a_greedy_first_sample_is_compared_with_and_no_part_of_the_rewards() -> None:
     step = StepGroups(config(use_dynamic_sampling=True, adv_estimator={"name": "remax"}))
     groups = [group("a", [1, 0, 0, 0]), group("b", [None, 1, 0, 0])]
