@@ -42,7 +42,7 @@ OPTIONAL = ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embed
 """Keys of a Hugging Face config that many models leave at their default."""
 
 BY_LAYER = ("layer_types", "mlp_layer_types", "indexer_types")
-"""Lists with an entry for each layer: with fewer layers, transformers wants them shorter."""
+"""Lists with an entry for each layer; `with_overrides` cuts them where it lowers the number of layers."""
 
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 ROPE_SETTINGS = (
@@ -314,6 +314,12 @@ def shape_of(config: dict[str, Any], head: Literal["tokens", "value"] = "tokens"
     for key in SIZES if isinstance(text, dict) else ():
         if key in text and (type(text[key]) is not int or text[key] < 1):
             raise FamilyError(f"config.json of a {config['model_type']} model: {key} is {text[key]!r}")
+    for key in BY_LAYER if isinstance(text, dict) else ():
+        if isinstance(text.get(key), list) and text[key] and len(text[key]) != text.get("num_hidden_layers"):
+            raise FamilyError(
+                f"config.json of a {config['model_type']} model: {key} has {len(text[key])} entries for "
+                f"{text.get('num_hidden_layers')} layers (num_hidden_layers)"
+            )
     try:
         shape: ModelShape = family.shape(DEFAULTS.get(config["model_type"], {}) | config)
         return shape if head == "tokens" else replace(shape, head=head, tied_embeddings=False)

@@ -209,6 +209,10 @@ def test_a_model_with_fewer_layers_is_one_that_transformers_reads(name: str) -> 
     said = engine_overrides(config, fewer)
     lists = [key for key in ("layer_types", "mlp_layer_types") if key in config.get("text_config", config)]
     assert all(len(said.get("text_config", said)[key]) == 4 for key in lists) and lists
+    for layers in (3, 5):  # neither is cut: what the other layers are, nobody said
+        with pytest.raises(FamilyError, match=rf"{lists[0]} has 4 entries for {layers} layers"):
+            text = again.get("text_config", again) | {"num_hidden_layers": layers}
+            shape_of(again | text if text["model_type"] == again["model_type"] else again | {"text_config": text})
 
 
 def test_layers_that_nobody_counts_are_refused() -> None:
