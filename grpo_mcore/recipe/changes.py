@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_mcore.recipe.errors import in_yaml, leaves
 from grpo_mcore.recipe.schema.keys import field_at, fixed_on_resume, section_of
-from grpo_mcore.recipe.schema.master import NULL_MEANS, RecipeSections
+from grpo_mcore.recipe.schema.master import ALGORITHMS, RecipeSections, derived_value
 
 _MISSING = object()
 
@@ -47,13 +46,14 @@ def changes(saved: Mapping[str, Any], config: RecipeSections) -> list[Change]:
 
 
 def follows(key: str, values: Mapping[str, Any]) -> bool:
-    """Return whether a key has the value that a recipe which leaves it out gives it: of a critic's keys, that of the
-    policy's. `values`: of all full keys."""
-    meaning = (f"policy.{key[6:]}",) if key.startswith("value.") else NULL_MEANS.get(key)
-    sources: list[Any] = [values.get(source) for source in meaning] if isinstance(meaning, tuple) else [meaning]
-    if meaning is None or any(value is None for value in sources):
-        return False
-    return bool(values.get(key) == (math.prod(sources) if len(sources) > 1 else sources[0]))
+    """Return whether a key has the value that a recipe which leaves it out gives it; of a critic's keys, that of the
+    policy's does, too. `values`: of all full keys."""
+    value, policy = values.get(key), f"policy.{key.removeprefix('value.')}"
+    if key.startswith("value."):
+        of_critic = {f"policy.{name[6:]}": own for name, own in values.items() if name.startswith("value.")}
+        return value is not None and value == values.get(policy) or follows(policy, {**values, **of_critic})
+    algorithm = next((name for name in ALGORITHMS if f"{name}.max_num_steps" in values), "")
+    return value is not None and value == derived_value(key, values.get, algorithm)
 
 
 def _free(key: str) -> bool:

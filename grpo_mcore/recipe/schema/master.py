@@ -1,7 +1,8 @@
 """All sections of a recipe in one object, and the values of keys that a recipe leaves null."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -141,7 +142,7 @@ def set_value_at(config: Any, path: Sequence[str], value: Any) -> None:
         section[int(name) if isinstance(section, list) else name] = value
 
 
-NULL_MEANS: dict[str, tuple[str, ...] | int] = {
+NULL_MEANS: dict[str, tuple[str | float, ...] | int] = {
     "policy.tokenizer.name": ("policy.model_name",),
     "policy.logprob_batch_size": ("policy.train_micro_batch_size",),
     "policy.logprob_chunk_size": 1024,
@@ -150,6 +151,8 @@ NULL_MEANS: dict[str, tuple[str, ...] | int] = {
     "policy.dynamic_batching.train_mb_tokens": ("policy.max_total_sequence_length", "policy.train_micro_batch_size"),
     "policy.dynamic_batching.logprob_mb_tokens": ("policy.max_total_sequence_length", "policy.logprob_batch_size"),
     "policy.megatron_cfg.pipeline_dtype": ("policy.precision",),
+    "policy.megatron_cfg.optimizer.min_lr": ("policy.megatron_cfg.optimizer.lr", 0.1),
+    "policy.megatron_cfg.scheduler.lr_warmup_init": ("policy.megatron_cfg.optimizer.lr", 0.1),
     "policy.megatron_cfg.optimizer.clip_grad": ("policy.max_grad_norm",),
     "policy.megatron_cfg.scheduler.start_weight_decay": ("policy.megatron_cfg.optimizer.weight_decay",),
     "policy.megatron_cfg.scheduler.end_weight_decay": ("policy.megatron_cfg.optimizer.weight_decay",),
@@ -166,8 +169,10 @@ NULL_MEANS: dict[str, tuple[str, ...] | int] = {
     "rm.val_global_batch_size": ("policy.train_global_batch_size",),
     "dpo.sft_average_log_probs": ("dpo.preference_average_log_probs",),
 }
-"""Values of keys that a recipe leaves null: a number, the key whose value they take, or the keys whose product they
-are. In this order: an entry may use the entries above it."""
+"""Values of keys that a recipe leaves null: a number, the key whose value they take, or the keys and numbers whose
+product they are. In this order: an entry may use the entries above it."""
+_DECAY, _BF16 = "policy.megatron_cfg.scheduler.lr_decay_iters", "policy.megatron_cfg.optimizer.bf16"
+"""Further keys that follow from others where they are null."""
 
 
 def null_means(key: str) -> str | int | None:
@@ -176,8 +181,26 @@ def null_means(key: str) -> str | int | None:
     meaning = NULL_MEANS.get(key)
     if not isinstance(meaning, tuple):
         return meaning
-    sources = [f"${{{source}}}" for source in meaning]
+    sources = [f"${{{source}}}" if isinstance(source, str) else str(source) for source in meaning]
     return f"${{mul:{','.join(sources)}}}" if len(sources) > 1 else sources[0]
+
+
+def derived_value(key: str, value_of: Callable[[str], Any], algorithm: str) -> Any:
+    """Return the value that a key of `policy` or another section has in a recipe of `algorithm` which leaves it null;
+    None if null means null. `value_of`: value of a full key, None if it is not known."""
+    if key == _BF16:
+        return value_of("policy.precision") == "bfloat16"
+    if key == _DECAY:
+        steps = value_of(f"{algorithm}.max_num_steps")
+        return steps and max(steps, value_of("policy.megatron_cfg.scheduler.lr_warmup_iters") + 1)
+    meaning = NULL_MEANS.get(key)
+    if not isinstance(meaning, tuple):
+        return meaning
+    factors = [value_of(source) if isinstance(source, str) else source for source in meaning]
+    if len(factors) == 1:
+        return factors[0]
+    product = None if None in factors else math.prod(factors)
+    return float(f"{product:.12g}") if isinstance(product, float) else product  # 5e-07, not 5.000000000000001e-07
 
 
 def fill_nulls(config: RecipeSections) -> None:
@@ -185,21 +208,14 @@ def fill_nulls(config: RecipeSections) -> None:
     if config.policy.precision == "auto":
         config.policy.precision = fast_precision(config, on_cpu=config.cluster.platform == "cpu")
         config.policy.model_fields_set.discard("precision")  # nobody chose it: `settle_precision`
-    for key, meaning in NULL_MEANS.items():
+    algorithm = "sft" if only_evaluates(config) else algorithm_of(config)
+    for key in (*NULL_MEANS, _DECAY, _BF16):
         parent, _, name = key.rpartition(".")
         section = value_at(config, parent)
         if section[name] is None:
-            values = [value_at(config, source) for source in meaning] if isinstance(meaning, tuple) else [meaning]
-            section[name] = math.prod(values) if len(values) > 1 else values[0]
+            section[name] = derived_value(key, partial(value_at, config), algorithm)
     if config.value is not None:
         fill_nulls(config.model_copy(update={"policy": config.value, "value": None}))
-    policy = config.policy
-    scheduler = policy.megatron_cfg.scheduler
-    if scheduler.lr_decay_iters is None:
-        steps = config["sft" if only_evaluates(config) else algorithm_of(config)].max_num_steps
-        scheduler.lr_decay_iters = max(steps, scheduler.lr_warmup_iters + 1)
-    if policy.megatron_cfg.optimizer.bf16 is None:
-        policy.megatron_cfg.optimizer.bf16 = policy.precision == "bfloat16"
     for entry in [*config.data.train, *config.data.validation]:
         if entry.env_name is None and len(config.env) == 1:
             entry.env_name = next(iter(config.env))

@@ -1,8 +1,8 @@
 """`policy.megatron_cfg`: layout, memory, optimizer and learning rate of the Megatron-Core policy."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from grpo_mcore.recipe.schema.section import (
     NULL,
@@ -209,15 +209,6 @@ class MegatronConfig(Section):
         default_factory=DistributedDataParallelConfig
     )
     """Gradient reduction over the data-parallel ranks."""
-
-    @model_validator(mode="after")
-    def _let_rates_follow(self) -> Self:
-        tenth = float(f"{self.optimizer.lr / 10:.12g}")  # 5e-07, not 5.000000000000001e-07
-        if self.optimizer.min_lr is None:
-            self.optimizer.min_lr = tenth
-        if self.scheduler.lr_warmup_init is None:
-            self.scheduler.lr_warmup_init = tenth
-        return self
 
     @property
     def gathers_tokens(self) -> bool:

@@ -71,6 +71,16 @@ def test_keys_that_follow_from_a_changed_one_are_left_out() -> None:
     before, after = (config(policy=written | decay, ppo={}) for decay in decays)
     keys = [change.key for change in changes(before.model_dump(mode="json"), after)]
     assert keys == ["policy.megatron_cfg.optimizer.weight_decay"], "a critic's follows"
+    open_end = {"scheduler": {"lr_decay_iters": None}}
+    rates = [{"model_name": "m", "megatron_cfg": open_end | {"optimizer": {"lr": lr}}} for lr in (1e-5, 5e-6)]
+    before, after = (config(policy=rate, grpo={"max_num_steps": end}) for rate, end in zip(rates, (7, 9), strict=True))
+    keys = [change.key for change in changes(before.model_dump(mode="json"), after)]
+    assert keys == ["policy.megatron_cfg.optimizer.lr", "grpo.max_num_steps"]
+    assert after.policy.megatron_cfg.scheduler.lr_warmup_init == after.policy.megatron_cfg.optimizer.min_lr == 5e-7
+    critics = [{"megatron_cfg": {"optimizer": {"lr": lr}}} for lr in (1e-5, 5e-6)]
+    before, after = (config(policy=rates[0], ppo={}, value=critic) for critic in critics)
+    keys = [change.key for change in changes(before.model_dump(mode="json"), after)]
+    assert keys == ["value.megatron_cfg.optimizer.lr"], "what follows from a critic's own value"
 
 
 @pytest.mark.parametrize("side", ["saved", "now"])
