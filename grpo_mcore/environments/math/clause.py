@@ -13,11 +13,11 @@ _COPULAS = set(
     "is are was were be been being worth it's that's there's he's she's ist sind est es son sono è é são".split()
 )
 _PREPOSITIONS = set(
-    "of in at on for with during from by to as per after before since until within without between among under into "
-    "than over through towards toward against across around like vs von vom im am auf mit für bei zu nach aus als de "
-    "du des dans pour avec par sur con por para da do di su que if when while where because so although".split()
+    "of in at on for with during from by to as per after before since until once within without between among under "
+    "into than over through towards toward against across around like vs von vom im am auf mit für bei zu nach aus als "
+    "de du des dans en pour avec par sur con por para da do di su que if when while where because so although".split()
 )
-_RELATIVE = set("that which who whose whom where when while if because so".split())
+_RELATIVE = set("that which who whose whom where when while if because so once after before until although".split())
 _CLOSED = set(
     "the this that these those his her its our their my your and or but then i we you he she it they there who every "
     "whom whose which has have had do does did will would must should can shall not no und et".split()
@@ -40,7 +40,7 @@ _YIELDS = re.compile(
 _CHANGES = re.compile(
     r"(?:exceed|approach|guess|reduc|exclud|shift|increas|decreas|divid|multipl|add|avoid|miss|lack|los|lost|differ|"
     r"say|said|claim|think|believ|consider|subtract|suggest|argu|expect|want|hop|omitt?|surpass|contradict|preced|follow|"
-    r"doubl|tripl|squar(?=ed)|halv|let|try|tri(?=e)|test|check|substitut|suppos|assum|plug|confus|replac|violat|writ|capp?|"
+    r"doubl|tripl|squar(?=ed)|halv|let|try|tri(?=e)|test|check|substitut|suppos|assum|plug|confus|replac|violat|capp?|"
     r"appl(?=[iy])|compar|recall)(?:e?s|e?d|ing|e|y|ies|ied|ying)?|rais(?:es?|ing)|us(?:es?|ing)|round(?:ed|ing)|sees?|notes?|noting|set|"
     r"taking|besides|minus|plus|less|versus|hal(?:f|ves)|thirds?|quarters?|(?:four|fif|six|seven|eigh|nin|ten|hundred|"
     r"thousand)ths?|zeroe?s|ones|twos|threes|fours|fives|sixes|sevens|eights|nines|tens|dozens?|digits|gross|list|score|"
@@ -48,18 +48,19 @@ _CHANGES = re.compile(
     r"short|below|above|candidates?|(?:back|up|down)wards|power|almost|every|twice|page|theorem|lemma|equation|option|step|"
     r"part|case|problem|question|condition|figure|table|chapter|section|row|line|column|factor|example|exercise"
 )
-_COMBINES = re.compile("add|subtract|multipl|divid|compar|round")
+_COMBINES = re.compile("add|subtract|multipl|divi[ds]|compar|round")
 _PLURAL = re.compile(r".*(?:s|people|children|men|women|feet|mice|teeth|fish|sheep|percent|money)")
 _COMPARATIVE = re.compile(r"more|fewer|less|(?!altogether|together)[a-z]{3,}er")
 _BEHIND = set(
     "left remaining back altogether together overall combined total exactly each all square cubic now again".split()
 )
 _UNIT = re.compile(r"(?:[mck]m|kg|mg|ml|m[Ll]|ft|lbs?|oz|yd|hrs?)[.,;]?")
-_MODAL = re.compile(r"ha[sd]|have|need(?:s|ed)?|able|going|ought|used|required")
+_MODAL = re.compile(r"ha[sd]|have|need(?:s|ed)?|able|manage[sd]?|going|ought|used|required")
 _ABOUT = re.compile(r"\b(?:about|approximately|roughly|around)\b|[约約]|大概|接近")
+_NOT_ENGLISH = set("ist sind est es son sono è é são hay ont tienen hat haben reste quedan il la le el der die".split())
 # With one of these a word of Chinese, Japanese or Korean states the number behind it; 接近 and 约 do not.
 _BEFORE_A_NUMBER = set("剩是为為有于於共计計得到即成案值はがも은는이가")
-_SHORT_WORDS = set("of to or is it we so he no if as at be us my by in on an up do é è es el la le il un".split())
+_SHORT_WORDS = {word for word in _NO_NOUN | _FILLERS if len(word) < 3} - {"i", "am"} | {"up", "un"}
 _LISTED = {"and": ",", "和": ",", "と": ",", "와": ",", "과": ","}
 _LISTED |= dict.fromkeys(("or", "或", "または", "또는", "oder", "ou", "o", "или"), " or")
 
@@ -90,6 +91,11 @@ def has_verb(text: str) -> bool:
 def changes_value(text: str) -> bool:
     """Return whether a clause may change the value of the number before it: "plus tax"."""
     return any(_CHANGES.fullmatch(word) for word in text.split())
+
+
+def is_known(word: str) -> bool:
+    """Return whether a number behind this word is known already, or part of a circumstance: "these 5", "of 5"."""
+    return word.lower() in _PREPOSITIONS - {"by"} | {"the", "these", "those", "all", "both"}
 
 
 def is_cut_off(text: str) -> bool:
@@ -125,8 +131,9 @@ class Clause:
                 role = new
         if role in ("", "unclear") or not self._is_tail(chosen.stop, " ".join(self.tokens[chosen]), role):
             return None
-        if role == "subject" and chosen.stop < len(words) and not self._is_counted(chosen.stop):
-            behind = [word for word in words[chosen.stop : chosen.stop + 4] if word not in ("only", "other")]
+        is_plural = words[chosen.stop : chosen.stop + 1] in (["are"], ["were"], ["remain"])
+        if role == "subject" and chosen.stop < len(words) and not is_plural and not self._is_counted(chosen.stop):
+            behind = [word for word in words[chosen.stop : chosen.stop + 6] if word not in ("only", "other")]
             is_named = {"number", "value", "integer", "only", "other", "answer"} & {*words[: chosen.start], *behind}
             if not is_named and "=" not in "".join(self.tokens[chosen]):
                 return None  # "5 is ruled out"
@@ -194,6 +201,7 @@ class Clause:
             time = r"(?:second|minute|hour|day|week|month|year)s?|(?:1[5-9]|20)\d\d"
             is_given = (
                 word in ("for", "to", "with", "into", "at") and is_counted
+                or word == "by" and is_counted and not _CHANGES.fullmatch(before)
                 or word in ("in", "after", "year") and re.fullmatch(time, behind or formula)
                 or word == "at" and re.search(r"=|\d:\d\d|^\(", formula)
                 or word == "with" and re.search(r"\\[lg]e|[<>]", formula)
@@ -225,15 +233,20 @@ class Clause:
                 nouns == ["times"] and (not rest or rest.count("as") == 2) or len(nouns) > 1 and preposition == "than"
             )
         is_share = len(nouns) == 1 and formula.endswith("%")  # "a 40% increase"
+        if preposition == "than":  # a difference; "30 minutes more than an hour" is none
+            is_more = len(nouns) == 1 and _COPULAS & {*self.words[:start]} and split_unit(formula)[1] is None
+            is_more = is_more or not any(map(_COMPARATIVE.fullmatch, nouns))  # "is 5 more than needed"
+            return role == "object" and not goes_on and not is_more and split_unit(f"1 {rest[-1]}")[1] is None
         if any(is_formula[:size]) or any(map(_CHANGES.fullmatch, nouns)) and not is_share:
             return False
-        if preposition == "than":  # a difference; "30 minutes more than an hour" is none
-            is_more = len(nouns) == 1 and _COPULAS & {*self.words[:start]}  # "is 5 more than needed"
-            return role == "object" and not goes_on and not is_more and split_unit(f"1 {rest[-1]}")[1] is None
         if len(nouns) > 1 and _PLURAL.fullmatch(nouns[-2]) and _COMPARATIVE.fullmatch(nouns[-1]):
             return False  # "30 minutes longer"
-        is_noun = (
-            noun in _BEHIND or not noun.isascii() or _PLURAL.fullmatch(noun) or split_unit(f"1 {noun}")[1]
+        is_noun = (  # a plural, which is known in English alone
+            noun in _BEHIND
+            or _NOT_ENGLISH & {*self.words}
+            or not noun.isascii()
+            or _PLURAL.fullmatch(noun)
+            or split_unit(f"1 {noun}")[1]
             for noun in nouns[:3]
         )
         if nouns and not any(is_noun) and formula not in ("1", "-1") and split_unit(formula)[1] is None:
@@ -244,5 +257,6 @@ class Clause:
         return not (
             preposition == "or" or preposition == "and" and goes_on
             or preposition in ("to", "by", "in", "for", "over") and is_bare  # "5 in 7"
+                and not (preposition == "for" and self._is_counted(start + size + 2))
             or preposition == "to" and any(map(_CHANGES.fullmatch, rest))
         )  # fmt: skip

@@ -20,6 +20,7 @@ from grpo_mcore.environments.math.statement import (
     alternatives,
     is_doubtful,
     last_statement,
+    repeated_result,
     says,
     stated_formula,
 )
@@ -71,6 +72,8 @@ def hf_math_verify(response: str, ground_truth: str) -> tuple[bool, str | None]:
     response = plain_characters(response)
     statement = last_statement(response, 1 if re.search(r"[()\[\]{]", gold) else gold.count(",") + 1)
     answer = stated_formula(statement)
+    if answer is None and statement.kind == "text" and statement.text:
+        answer = repeated_result(response)
     is_same_text = _compact(normalized(statement.text)) == _compact(gold)
     if is_same_text and not (ORDINAL.search(statement.text) and statement.kind != "box"):
         answer = gold  # "at least 5" is right where it is the ground truth

@@ -150,6 +150,7 @@ FORMULAS: list[Spelling] = [
     (r"\\(?:left|right)(?=\s*[\[\](){}|.\\])|\\(?:(?:display|text|script)style|[bB]ig[lr]?|large|Large|LARGE|huge|Huge|"
      r"boldsymbol|bf|rm|limits|checkmark)(?![a-zA-Z])\s*", "", r"\displaystyle \left( 5 \right)", "( 5 )"),
     (r"\s+", " ", "x +\n 2", "x + 2"),
+    (r"(?<=[a-z]) (?=\^)", "", "45 cm ^2", "45 cm^2"),
     (rf"^(?:{_SPACE}|=>?|[∴⇒⟹→]|\\(?:approx|sim(?:eq)?|therefore|implies|Rightarrow)(?![a-zA-Z]))+|"
      rf"(?<!\\)(?:\\[,;:!]|{_SPACE})+$|\\+$", "", r"\, \approx 5\;", "5"),
     (rf"(?<=[{OTHER_SCRIPTS}])(?=[-\d$\\])|(?<=\d)(?=[{OTHER_SCRIPTS}])(?![{_CJK_SCALES}])", " ", "有42个", "有 42 个"),

@@ -6,7 +6,15 @@ Only what is certain is read: a number in words that the lists below do not know
 import re
 from typing import NamedTuple
 
-from grpo_mcore.environments.math.clause import Clause, changes_value, has_verb, has_words, is_cut_off, is_formula
+from grpo_mcore.environments.math.clause import (
+    Clause,
+    changes_value,
+    has_verb,
+    has_words,
+    is_cut_off,
+    is_formula,
+    is_known,
+)
 from grpo_mcore.environments.math.spellings import normalized
 from grpo_mcore.environments.math.units import split_unit
 
@@ -32,7 +40,7 @@ _OR = re.compile(
     r"\\(?:lor|vee)(?![a-zA-Z])|或者?)\s*"
 )
 _ANSWER_WORD = re.compile(
-    r"(?:\b(?:answers?|antwort|réponse|respuesta)\b[^\n.:=\\$]{0,60}?"
+    r"(?:\banswer's(?= [-$\d\\])|\b(?:answers?|antwort|réponse|respuesta)\b[^\n.:=\\$]{0,60}?"
     r"(?:\b(?:is|are|equals|be|ist|lautet|est|es)\b|[:=→⇒]|\s[-–—](?=\s))|"
     r"^[^\w\n]*(?:final )?answer(?:[^\w\n]*$| (?=[-$\d]))|####|"
     r"(?:答案|答え|正解|정답|답)[\s*]*(?:就?是|[为為]|は|은|는)?)[\s:*_=]*",
@@ -71,7 +79,8 @@ _NO_ANSWER = re.compile(
 _DISPLAYED = re.compile(r"\\begin\s*\{(\w+\*?)\}.*?\\end\s*\{\1\}|\$\$.*?\$\$|\\\[.*?\\\]", re.DOTALL)
 _END_OF_DISPLAY = re.compile(r"(?<!\\)[.,;]\s*(?=(?:\$\$|\\\]|\\end\s*\{\w+\*?\})\Z)")
 _CHECK = re.compile(
-    r"(?<=\S)\s*\n\W*(?:verification|check|to (?:verify|check)|explanation|reason(?:ing)?|why|proof)\b.*\Z",
+    r"(?<=\S)\s*\n\W*(?:verification|check|to (?:verify|check)|explanation|reason(?:ing)?|why|proof)\b"
+    r".*?(?=\n\s*\n|\Z)",
     re.IGNORECASE | re.DOTALL,
 )
 _REASON = re.compile(r"(?:(?:this|that|it)(?:'s| is) )?because\b[^,]*\Z|\((?:indeed|check)\b[^()]*\)\Z", re.I)
@@ -114,35 +123,36 @@ _DOUBT = re.compile(
     rf"let(?! me\b|'s)|ends? in|estimates?|depends?|doubt|{_REFUSED}|your|assume|suppose|whether|if|unless|unknown|"
     r"unclear|otherwise|thinks|believes|claims|says|too (?:much|many|large|big|small|high|low)|"
     r"except|give or take|note|recall|want|prove|"
-    r"nicht|kein|pas|non|não|не|niet|inte|nie)\b|\bmay\b|"
+    r"könnte|pourrait|podría|vielleicht|nicht|kein|pas|non|não|не|niet|inte|nie)\b|\bmay\b|"
     r"n't\b|\?|\\(?:ne|not|[lc]?dots)(?![a-zA-Z])|\.\.\.|[不没沒非未吗]|ではな|ではあ|じゃな|아니|아닙|않|至少|至多|最多|最少|"
     r"大于|小于|多于|少于|超过|超過|可能|也许|以上|以下|이상|이하|초과|미만|보다|(?<=\d) ?[的の]"
 )
 _CLAUSE = re.compile(
     r"(?<=\w):\s+|[,;:]\s+(?!(?:and|or)\b(?!\s(?:not|it)\b))(?=i\.e|[^\W\d_A-Z]{2}|\S+ (?:more|fewer|less|of) )|"
     r"\sand (?=(?:so|hence|thus|therefore)\b)|"
-    r"\s(?=(?:because|since|so(?! (?:far|that|many|much)\b)|but|and not|rather than|instead of|which|compared|"
+    r"\s(?=(?:because|since|so(?! (?:far|that|many|much)\b)|but|and not|rather than|instead of|which|compared|meaning|"
     r"(?:al)?though|while|whereas)\b)"
 )
 _ASIDE = re.compile(
-    r"(?:because|since|as|with(?! an? (?:total|sum))|including|like|unlike|compared|the same|twice|whose|not|and not|"
-    r"(?:even )?though|although|while|whereas|despite|given|now that|about|approximately|roughly|"
+    r"(?:who(?:m|se)?|because|since|as|with(?! an? (?:total|sum))|including|like|unlike|compared|the same|twice|not|"
+    r"and not|(?:even )?though|although|while|whereas|despite|given|now that|about|approximately|roughly|"
     r"\$?\d+ (?:more|fewer|less) than|\d+ of (?:them|whom|which) \w+|"
-    r"which (?:(?:is|are|was|were)\b|(?!(?:gives?|means?|makes?|leaves?|yields?|equals?|shows?|implies|tells|"
+    r"which (?:(?:is|are|was|were)\b(?! \S+$)|(?!(?:gives?|means?|makes?|leaves?|yields?|equals?|shows?|implies|tells|"
     r".* is|.* are)\b)\w+)|"
     r"where(?= \S+ (?:is|are|=|denotes)\b)|rather than|instead of|"
     r"(?:and )?it (?:occurs|happens)|attained|achieved|reached)\b"
 )
 _REMARK = re.compile(r"\s(?:\((?=[^()]*(?<![\\a-zA-Z])[^\W\d_]{3})([^()]*)\)|[—–-] (?=which)([^—–]*) [—–-](?= ))")
-_DENIES_OTHERS = re.compile(rf"\s\(\$?-?\d[^()]*\b(?:fails?|too|not|{_REFUSED})\b")
+_DENIES_OTHERS = re.compile(rf"\s\((?:the other [^()\d]*)?\$?-?\d[^()]*\b(?:fails?|too|not|{_REFUSED})\b")
 _ARTICLE = re.compile(r"\b[aA]n? (?!and\b|or\b)(?=[^\W\d_]{2}|\d)")
 _OPENING = re.compile(
     r"^(?:(?:in (?:conclusion|summary|short|total|all|the end)|finally|overall|to (?:summarize|conclude)),?|"
-    r"[综上所述因此以故答于是由此得可知最终后したがって]+,|(?:since|after|with|by|[a-z]+ing)\s[^\d\\,]+,)\s",
+    r"[综上所述因此以故答于是由此得可知最终后したがって]+,|(?:since|after|with|by|of|out of|in|from|"
+    r"if(?=[^,]*\d)(?!.*\b(?:would|could|might)\b)|[a-z]+ing)\s(?:[^\\,=]|,(?=\d))+,(?: then)?)\s",
     re.IGNORECASE,
 )
 _YES_OR_NO = re.compile(
-    r"(?:\A|[.!?\n]\s*|\b(?:so|hence|thus|therefore),? )(yes|no),(?!.*\b(?:yes|no|but)\b)[^.!?]*[.!]?\Z", re.I
+    r"(?:\A|[.!?\n]\s*|\b(?:so|hence|thus|therefore),? )(yes|no),(?!.*\b(?:yes|no|but)\b)(?:[^.!?]|\.\d)*[.!]?\Z", re.I
 )
 _IMPLIES = re.compile(r"=>|[∴⇒⟹→⇔]|\\(?:implies|(?:Long)?[rR]ightarrow|iff|therefore)(?![a-zA-Z])")
 _NTH = re.compile(r"\$?\d+(?:[\^{}\\$]|text)*(?:st|nd|rd|th)\b[}$]*(?= [a-z])")
@@ -158,9 +168,18 @@ _AMOUNT_OF = re.compile(
 _COMES_TO = re.compile(
     r"\b(?:consist[a-z]* of|(?:com(?:e|ing)|add|sum|turn|boil|work|amount|evaluat|simplif|converg|diverg|tend|reduc)"
     r"(?:e?s|ies|ed)? (?:(?:out|up|down) )?to(?: be)?|arrives? at|left with|results? in|"
-    r"(?:is|are) (?:given|described) by)\b"
+    r"(?:is|are) (?:given|described) by|I(?:'d| would) say)\b"
 )
+# "must draw at least 5", "at most 5 can be bought": the least of what is needed is what one needs.
+_NEEDED = re.compile(r"(?<=\bmust )(\w+ )at least |\bat most (?=[^,]*\bcan\b)|, (?:or )?(?:about|roughly) [^,]+$")
 _IN_ALL = re.compile(r"\bin (?:all|total)\b|(?<=equal )to\b|(?<=\d )(?:it is\Z|o'clock\b)")
+
+
+_AMOUNT = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?")
+_COMPUTED = re.compile(
+    r"(?:[-+*/]|\\times|\\cdot|\\div) *\\?\$?[\d.,]+ ?(?:%|[a-z]+)? *(?:=|\b(?:is|equals|makes)\b) *\\?\$?"
+    rf"({_AMOUNT.pattern})(?![\d/]|\s*[-+*/=\\])"
+)
 
 
 class Statement(NamedTuple):
@@ -306,9 +325,9 @@ def stated_formula(statement: Statement) -> str | None:
     """Return the formula that a statement gives, with its unit, or its words where it has no formula; None where it
     gives none, or not for certain."""
     written = _NTH.sub("nth", statement.text)
-    text = normalized(re.sub(r"^#+ |(?<!\\right)(?<!\.)\.$|[,;]+$", "", written.strip()))
+    text = normalized(re.sub(r"^#+ |^> (?=\*)|(?<!\\right)(?<!\.)\.$|[,;]+$", "", written.strip()))
     text = _COMES_TO.sub("is", _IN_ALL.sub("altogether", _OPENING.sub("", text)))
-    text = _ARTICLE.sub("the ", _AMOUNT_OF.sub("", text))
+    text = _ARTICLE.sub("the ", _AMOUNT_OF.sub("", _NEEDED.sub(r"\1", text)))
     links = _IMPLIES.split(text)
     if all(re.search(r"[=<>]|\\[lg]e", link) for link in links) and not has_words(" ".join(links)):
         text = links[-1].strip()  # "2x = 6 ⇒ x = 3"
@@ -332,7 +351,7 @@ def stated_formula(statement: Statement) -> str | None:
     clauses = [clause for clause in clauses if not _ASIDE.match(clause) or clause[:5] == "with " and has_verb(clause)]
     if statement.kind == "text":  # what is said last counts, and nothing may follow it
         clauses = [clause for clause in clauses if " " in clause or is_formula(clause)][-1:]
-        last = re.split(r"[,;]\s(?:not (?=\$?[-\d]))?", text)[-1]
+        last = re.split(r"[,;]\s(?:not (?=\$?[-\d]))?", re.sub(r"[,;]\snot [a-z].*", "", text))[-1]
         if _DOUBT.search(last) and not last.startswith(("since", "because")):  # "Let me guess: 12"
             return None
     stating = [clause for clause in clauses if any(map(is_formula, clause.split()))]
@@ -342,6 +361,25 @@ def stated_formula(statement: Statement) -> str | None:
         return None
     formula = Clause(stating[0]).formula()
     return None if formula is None or any(formula in remark for remark in denied) else normalized(formula)
+
+
+def repeated_result(text: str) -> str | None:
+    """Return the result of a text's last computation, with its unit, where what follows names it again and otherwise
+    only numbers that came before the computation: "12 - 5 = 7, so the red team is ahead by 7 points". What it is
+    called then needs no grammar."""
+    text = normalized(text)
+    computed = [*_COMPUTED.finditer(text)]
+    if not computed:
+        return None
+    before, value, behind = text[: computed[-1].start(1)], computed[-1][1], text[computed[-1].end() :]
+    repeated = re.search(rf"([^\s.]*) \\?\$?({re.escape(value)}(?: ?%| [a-z/]+)?)(?![\w/]|[.,]\d)\s?(\w*)", behind)
+    others = {*_AMOUNT.findall(behind)} - {value, *_AMOUNT.findall(before)}
+    if repeated is None or others or _DOUBT.search(behind) or _TAKEN_BACK.search(behind) or _GOES_ON.search(behind):
+        return None
+    word, formula, next_word = repeated.groups()
+    if is_known(word) or changes_value(f"{word} {formula} {next_word}"):
+        return None
+    return formula if split_unit(formula)[1] else value
 
 
 def alternatives(text: str) -> list[str]:
