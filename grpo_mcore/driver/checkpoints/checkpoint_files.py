@@ -203,7 +203,9 @@ def damage(folder: Path, whole: bool = True) -> str | None:
     of another step. None if it is intact. `whole` False: leave the contents of the ranks' files to the ranks."""
 
     def look() -> str | None:
-        resolved = folder.resolve()
+        if folder.is_symlink():
+            os.stat(folder)
+        resolved = Path(os.path.realpath(folder))
         stats = [(name, os.stat(resolved / name)) for name in _names(resolved, digests=True)]
         stamps = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
         if not (folder / INFO).is_file():

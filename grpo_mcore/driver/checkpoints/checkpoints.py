@@ -496,7 +496,7 @@ def _holds_something(folder: os.DirEntry[str]) -> bool:
         with os.scandir(folder) as entries:
             return any(entries)
     except (FileNotFoundError, NotADirectoryError):
-        return False
+        return folder.is_symlink()  # to a disk that is away
     except OSError:  # a disk that cannot be read: `damage` says so
         return True
 

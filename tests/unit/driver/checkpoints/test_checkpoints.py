@@ -321,6 +321,20 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(
     assert manager(tmp_path).find(True) == tmp_path / "step_2"  # it was intact
 
 
+@pytest.mark.parametrize("target", ["elsewhere", "step_2"])
+def test_a_checkpoint_on_a_disk_that_is_away_is_not_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, target: str
+) -> None:
+    save(manager(tmp_path), 1)
+    (tmp_path / "step_2").symlink_to(target)
+    monkeypatch.setattr(files, "READ_AGAIN_S", (0.0, 0.0))
+    assert manager(tmp_path).find("auto") == tmp_path / "step_1"
+    assert "step_2 is passed over: it cannot be read" in caplog.text and (tmp_path / "step_2").is_symlink()
+    shutil.rmtree(tmp_path / "step_1")
+    with pytest.raises(ResumeError, match="step_2 is passed over: it cannot be read.* and there is no older one"):
+        manager(tmp_path).find("auto")
+
+
 @pytest.mark.parametrize("function", ["scandir", "open"])
 def test_a_disk_that_fails_once_displaces_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
