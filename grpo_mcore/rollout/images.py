@@ -35,7 +35,7 @@ ReadImage = Callable[[Any], bytes | str]
 
 _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
 IMAGE_MARK = "<image>"
-_KEYS = ("image", "image_url", "url", "path", "source", "bytes")
+_KEYS = ("image", "image_url", "url", "path", "source", "bytes", "base64")
 
 
 def given_image(value: Any) -> bytes:
@@ -88,7 +88,7 @@ def data_url(value: Any) -> str:
 
 def _decoded(text: str) -> bytes:
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode("".join(text.split()), validate=True)  # mail and Python break its lines
     except (binascii.Error, ValueError) as error:
         raise ValueError(f"an image is text that is no base64 ({error})") from error
 

@@ -37,6 +37,7 @@ def user(*parts: Any) -> list[dict[str, Any]]:
         {"type": "input_image", "image_url": URL},  # Responses
         {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": URL.partition(",")[2]}},
         {"image": bytearray(PICTURE)},  # Qwen's own
+        {"type": "image", "base64": base64.encodebytes(PICTURE).decode()},  # transformers', in lines
     ],
 )
 def test_every_form_of_an_image_is_its_bytes(part: dict[str, Any]) -> None:
