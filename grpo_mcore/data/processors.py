@@ -371,6 +371,8 @@ def _prompt_datum(
     truth = answer if row.fields.get("ground_truth") is None else row.fields["ground_truth"]
     if truth is None and not chat:
         raise RowError(row.uid, f"neither an answer ({row.spec.output_key!r}) nor a 'ground_truth' to check against")
+    if isinstance(truth, float) and not math.isfinite(truth):
+        raise RowError(row.uid, f"its 'ground_truth' is {truth}, which is no answer")
     if isinstance(truth, str) and not truth.strip() and not chat:
         raise RowError(row.uid, "its answer is blank; for rewards that need none: processor: chat_data_processor")
     messages = _with_task_prompts(prompt, row.spec)

@@ -277,6 +277,13 @@ def test_a_row_without_its_hint_is_named(tokenizer, row) -> None:
         TaskDataSpec("t", hint_key="why", hint_prompt="nothing")
 
 
+@pytest.mark.parametrize("truth", [float("nan"), float("inf")])
+def test_a_ground_truth_that_is_no_number_is_refused(truth, tokenizer):
+    row = {"messages": [{"role": "user", "content": "2+2="}], "ground_truth": truth}
+    with pytest.raises(RowError, match=f"its 'ground_truth' is {truth}, which is no answer"):
+        math_hf_data_processor(row, TaskDataSpec("t"), tokenizer, None, 0)
+
+
 @pytest.mark.parametrize(
     ("question", "answer", "why"), [(" ", "4", "its question is blank"), ("2+2=", "\n", "its answer is blank")]
 )
