@@ -92,7 +92,7 @@ def later_wins(base: Node, top: Node, pairs: Iterable[tuple[str, str]]) -> Node:
             node, other = top.find(upper), base.find(lower)
             if node is None or other is None or top.find(lower) is not None or _both_typed(node, other):
                 continue
-            if node.value is True:
+            if node.value is True and other.value is True:
                 base = _with(base, lower.split("."), other.having(None if lower == switches[1] else False))
     return base
 

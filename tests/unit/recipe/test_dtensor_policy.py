@@ -27,8 +27,11 @@ def test_a_recipe_of_the_dtensor_policy_loads(write, name: str, section: str) ->
     assert lines[-1].endswith("policy.dtensor_as_megatron: false forbids it")
 
 
-def test_keys_of_the_unused_megatron_policy_have_no_effect(load) -> None:
-    megatron = load(GRPO).config.policy.megatron_cfg
+def test_keys_of_the_unused_megatron_policy_have_no_effect(write) -> None:
+    write(GRPO, "base.yaml")
+    child = "defaults: base\npolicy: {dtensor_cfg: {enabled: true}}\n"  # as many recipes say once more
+    megatron = load_recipe(write(child)).config.policy.megatron_cfg
+    assert megatron == load_recipe(write("defaults: base\n")).config.policy.megatron_cfg
     assert (megatron.tensor_model_parallel_size, megatron.sequence_parallel) == (1, False)
     assert megatron.moe_router_bias_update_rate == 0 and megatron.moe_router_load_balancing_type == "none"
     assert (megatron.optimizer.lr, megatron.optimizer.weight_decay, megatron.optimizer.min_lr) == (5e-6, 0.01, 5e-7)
