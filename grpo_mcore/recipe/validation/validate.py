@@ -90,6 +90,9 @@ def validated(
     if not tree.is_mapping:
         message = f"expected a mapping of keys, got {in_yaml(tree.plain())}"
         raise RecipeError([*problems, Problem(tree.source, "", message)], recipe or "the configuration")
+    if (several := tree.find("teachers")) is not None and several.value:
+        message = "distillation across tokenizers is not supported; name one teacher with the policy's: teacher"
+        raise RecipeError([several.problem(message)], recipe or "the configuration")
     notes = [] if notes is None else notes
     tree = apply_gym_switches(tree, problems)
     tree = eval_layout(tree, problems)

@@ -91,6 +91,8 @@ def test_a_correction_that_is_given_is_not_set_with_a_note(load) -> None:
         "policy.megatron_cfg.moe_router_fusion=true",
         "policy.refit_persistent_ipc_buffers=true",
         "policy.fsdp_offload_enabled=true",
+        "policy.training_backend=hf",
+        "checkpointing.resume_if_exists=true",
         "policy.dequantize_base_checkpoint=true",
         "policy.hf_config_overrides={router_aux_loss_coef: 0.001}",
     ],
