@@ -263,6 +263,7 @@ def _use_optimizer(optimizer: Node, megatron: _Megatron, problems: list[Problem]
         problems.append(kind.problem("adds its weight decay to the gradient, which is not supported; AdamW is"))
     elif kind is not None and name not in (*_ADAMW, "Adam"):
         problems.append(kind.problem(f"{in_yaml(kind.plain())} is not supported yet; torch.optim.AdamW is"))
+        return
     for other, node in optimizer.children():
         if other not in ("name", "kwargs"):
             problems.append(node.problem("unknown key of an optimizer; it has name and kwargs"))
