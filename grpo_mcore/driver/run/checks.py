@@ -158,10 +158,11 @@ def check_model(config: MasterConfig) -> Model:
         shape = shape_of(with_overrides(written, overrides), config.policy.head)
         if config.policy.head == "value":
             classifier_name(written)
-        check_weights(Path(folder), shape)
     platform = Platform.detect(config.cluster.platform)
     if findings := layout_findings(config, shape, gpu=platform.on_gpu):
         raise LayoutError(*findings)
+    with from_key("policy.model_name"):
+        check_weights(Path(folder), shape)
     layout = policy_layout(config.policy.megatron_cfg, world_size(config))
     _check_ranks(config.policy, shape, layout, platform)
     check_optimizer(config.policy, platform)
