@@ -98,7 +98,7 @@ def _policy_model(policy: PolicyLayout, shape: ModelShape) -> Iterator[Finding]:
         allowed = [n for n in range(1, shape.num_heads + 1) if not _undivided(sizes, n) and not _shared_heads(shape, n)]
         message = f"{policy.tensor} does not divide {', '.join(wrong)} {model}; it can be one of {allowed}"
         yield Finding((Key.TENSOR,), message)
-    yield from (uneven := _problems(policy.layers, shape.num_layers))
+    yield from _problems(policy.layers, shape.num_layers)
     experts = shape.experts
     if experts is None:
         for key, size in ((Key.EXPERT, policy.expert), (Key.EXPERT_TENSOR, policy.expert_tensor)):
@@ -112,15 +112,6 @@ def _policy_model(policy: PolicyLayout, shape: ModelShape) -> Iterator[Finding]:
     if shape.biases and policy.expert_tensor > 1:
         yield Finding((Key.EXPERT_TENSOR,), f"{policy.expert_tensor}: the experts of a {shape.family} model stay whole")
     yield from _split_tokens(policy)
-    if uneven or policy.pipeline == 1 or policy.virtual > 1:
-        return
-    first_stage = policy.layers(shape.num_layers)[0][0]
-    if not any(map(shape.is_expert_layer, first_stage)):
-        yield Finding(
-            (Key.FIRST, Key.PIPELINE),
-            f"the {len(first_stage)} layers of the first stage have no experts; it needs at least one layer with "
-            "experts, because checkpoints keep the experts' optimizer settings there",
-        )
 
 
 def _devices(engines: EngineDevices) -> Iterator[Finding]:

@@ -23,6 +23,7 @@ ETP2 = LayoutCase("ETP2", tensor=2, sequence_parallel=True, expert_tensor=2)
 EP2_CP2 = LayoutCase("EP2xCP2", context=2, expert=2)
 EP2_DP4 = LayoutCase("EP2xDP4", data=4, expert=2)
 EP2_PP2 = LayoutCase("EP2xPP2", pipeline=2, data=2, expert=2)
+DENSE_FIRST = LayoutCase("EP2xPP2-dense-first", pipeline=2, data=2, expert=2, first_stage=1)
 EP2_ETP2 = LayoutCase("EP2xETP2", tensor=2, data=2, sequence_parallel=True, expert=2, expert_tensor=2)
 CP2_DP2_EP2 = LayoutCase("CP2xDP2-EP2", context=2, data=2, expert=2)
 
@@ -73,7 +74,10 @@ PARTS = "the optimizer in parts"
         ("qwen3", DP2, TP1, "", 1e-4),
         ("qwen3", VPP2, CP2, "", 1e-3),
         ("qwen3", PP2_UNEVEN, TP4, "", 1e-3),  # of two key-value heads
-        ("deepseek_v3", EP2_PP2, ETP2, "", 1e-3),
+        ("deepseek_v3", DENSE_FIRST, DENSE_FIRST, "", 0),
+        ("deepseek_v3", DENSE_FIRST, DENSE_FIRST, PARTS, 0),
+        ("deepseek_v3", DENSE_FIRST, ETP2, "", 1e-3),
+        ("deepseek_v3", EP2_PP2, DENSE_FIRST, "", 1e-3),
         ("nemotron_h_moe", ETP2, CP2, "", 1e-3),
         ("qwen3", DP2, TP1, PARTS, 1e-3),
         rarely("qwen3", TP1, TP1, "", 0),

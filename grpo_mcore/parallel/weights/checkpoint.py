@@ -232,6 +232,12 @@ def make_moments(optimizer: Any) -> None:
             part.optimizer._sync_sub_optimizers_state_to_hdo()
 
 
+def _parts(optimizer: Any) -> list[tuple[int, Any]]:
+    """Return the optimizers of this stage that have parameters, with their index: one, or two if it has experts, whose
+    state is split over other ranks."""
+    return [(index, part) for index, part in enumerate(optimizer.chained_optimizers) if part.buffers]
+
+
 def _load_optimizer(optimizer: Any, state: dict[Any, Any], *, in_parts: bool) -> None:
     """Copy what was saved into the tensors of `make_moments`. The settings stay: the recipe's learning rates, betas and
     so on may have changed since.
@@ -239,9 +245,11 @@ def _load_optimizer(optimizer: Any, state: dict[Any, Any], *, in_parts: bool) ->
     Megatron-Core 0.16's own `load_state_dict` gives all parameters one shared `step` tensor, which torch's Adam would
     increment once per parameter, and builds all copies of an optimizer on the host anew.
     """
-    for index, part in enumerate(optimizer.chained_optimizers):
+    # Rank 0 has saved the settings, which are none of experts if the first stage has no layer with experts.
+    settings = [saved["optimizer"]["param_groups"] for saved in state.values() if "optimizer" in saved]
+    step = max((group.get("step") or 0 for groups in settings for group in groups), default=0)
+    for index, part in _parts(optimizer):
         saved = state[index]
-        step = max((group.get("step") or 0 for group in saved["optimizer"]["param_groups"]), default=0)
         for adam in (*on_device(part), *on_host(part)):
             if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
                 for values in adam.state.values():
@@ -303,8 +311,7 @@ def _optimizer_state(policy: Any, state: dict[str, Any], *, loading: bool, in_pa
     metadata = {"distrib_optim_sharding_type": "dp_reshardable" if in_parts else "fully_reshardable"}
     sharded = models["model"] if len(models) == 1 else models
     optimizer = {}
-    # One optimizer, or two if this stage has experts, whose state is split over other ranks.
-    for index, part in enumerate(policy.optimizer.chained_optimizers):
+    for index, part in _parts(policy.optimizer):
         with _replaced(
             part,
             get_parameter_state_dp_zero=functools.partial(_whole_state, part),

@@ -52,7 +52,7 @@ def messages(findings: list[Finding]) -> str:
         (DENSE, {"pipeline": 3, "first_layers": 1, "last_layers": 1}),
         (EXPERTS, {"expert": 3, "expert_tensor": 2, "data": 6}),
         (EXPERTS, {"tensor": 4, **SPLIT}),
-        (SECOND_HALF, {"pipeline": 2, "first_layers": 4}),
+        (SECOND_HALF, {"pipeline": 2}),
         (MAMBA, {"tensor": 2}),
     ],
 )
@@ -83,7 +83,6 @@ def test_allowed_layouts(shape: ModelShape, sizes: dict[str, Any]) -> None:
         (EXPERTS, {"data": 4, "expert": 4}, "4 does not divide the 6 experts"),
         (EXPERTS, {"data": 32, "expert_tensor": 32}, "does not divide the experts' intermediate size 48"),
         (dataclasses.replace(EXPERTS, biases=True), {"data": 2, "expert_tensor": 2}, "experts of .* stay whole"),
-        (SECOND_HALF, {"pipeline": 2}, "the 3 layers of the first stage have no experts"),
         (EXPERTS, {"tensor": 2}, "experts under tensor parallelism need sequence_parallel: true"),
     ],
 )  # fmt: skip
