@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,30 @@ def package_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(package, "propagate", False)
     caplog.set_level(logging.INFO, logger="grpo_mcore")
     return caplog
+
+
+def end_process_groups() -> bool:
+    """End the torch process groups of this process, with what the policy and vLLM know of them. Return whether there
+    were any."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_initialized():
+        return False
+    if (state := sys.modules.get("vllm.distributed.parallel_state")) is not None:
+        state.destroy_model_parallel()
+        state.destroy_distributed_environment()
+    if (mesh := sys.modules.get("grpo_mcore.parallel.mesh")) is not None and mesh._members:
+        mesh.leave_mesh(whole_process=True)
+    elif torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return True
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _a_file_leaves_no_process_group(request: pytest.FixtureRequest) -> Iterator[None]:
+    """End what a test that failed has left: no policy and no engine of a later file would start in this process."""
+    yield
+    if end_process_groups():
+        warnings.warn(f"{request.node.name} has left a process group of torch, which is ended", stacklevel=1)
 
 
 @pytest.fixture(autouse=True)
