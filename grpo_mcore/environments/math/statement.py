@@ -347,6 +347,13 @@ def stated_formula(statement: Statement) -> str | None:
     if any(_OR.search(remark) or _DOUBT.search(remark) for remark in remarks):
         return None
     text = _REMARK.sub("", text)
+    head, _, details = text.partition(": ")
+    if (
+        sum(map(is_formula, details.split())) > 1
+        and any(map(is_formula, head.split()))
+        and not re.search("[<=>]", details)
+    ):
+        text = head if has_verb(head) or "altogether" in head else text  # "14 bricks are needed: 7 rows with 2 each"
     clauses = [clause.strip() for clause in _CLAUSE.split(text) if clause.strip()]
     clauses = [clause for clause in clauses if not _ASIDE.match(clause) or clause[:5] == "with " and has_verb(clause)]
     if statement.kind == "text":  # what is said last counts, and nothing may follow it
