@@ -18,6 +18,7 @@ Rows = Sequence[Mapping[str, Any]]
 _NUMBER = re.compile(r"-?\d{1,15}(\.\d{1,6})?")
 """A ground truth that hf_math_verify accepts: data with others alone need no worker processes for this check."""
 _COLLECTION = re.compile(r"\s*[{\[]\s*['\"]")  # JSON or Python, of texts
+_MISSING = re.compile(r"None|null|NaN|nan|NaT|<NA>")  # of Python, JSON and pandas
 
 
 def ground_truth_problems(verifier: str, rows: Rows, environment: str, timeout_s: float = 5.0) -> list[str | None]:
@@ -36,6 +37,9 @@ def ground_truth_problems(verifier: str, rows: Rows, environment: str, timeout_s
         if collection := next(filter(_COLLECTION.match, texts), None):
             kind = "dict" if collection.lstrip().startswith("{") else "list"
             problems[index] = f"the ground truth {shorten(collection)!r} is a {kind} that became a text"
+            continue
+        if missing := next(filter(_MISSING.fullmatch, texts), None):
+            problems[index] = f"the ground truth {missing!r} is a missing value that became a text"
             continue
         jobs += [(index, text) for text in texts if verifier != HF_MATH_VERIFY or not _NUMBER.fullmatch(text)]
     if not jobs:

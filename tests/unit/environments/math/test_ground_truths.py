@@ -39,6 +39,8 @@ def test_what_people_write_as_truths() -> None:
         ("dapo_math_verify", '["5", "6"]', "is a list that became a text"),
         ("hf_math_verify", float("nan"), "is blank"),
         ("hf_math_verify", "so 5\n####", "is blank"),
+        ("hf_math_verify", "None", "'None' is a missing value that became a text"),
+        ("dapo_math_verify", ["5", "nan"], "'nan' is a missing value that became a text"),
         ("hf_math_verify", b"5", "is a bytes"),
     ],
 )
