@@ -53,8 +53,9 @@ SIZES = (
     "policy.model_name", "policy.train_global_batch_size", "grpo.num_prompts_per_step",
     "grpo.num_generations_per_prompt", "grpo.adv_estimator.name", "ppo.enabled", "grpo.max_num_steps",
     "sft.max_num_steps", "dpo.max_num_steps", "rm.max_num_steps",
+    "on_policy_distillation.teacher_model_by_agent_name", "on_policy_distillation.divergence.kl_type",
 )  # fmt: skip
-"""Keys in which a run of a recipe must not differ from its band: another value makes it another recipe."""
+"""Beginnings of keys in which a run must not differ from its band: another value makes it another recipe."""
 _LEFT_OUT = ("logger", "checkpointing", "cluster", "launch")
 
 
@@ -106,7 +107,8 @@ STATISTICS = {
     "critic_loss": Statistic(("critic/loss",), "log", 0.05),
     "explained_var": Statistic(("critic/explained_var",), "excess"),
     "critic_values": Statistic(("critic/values_mean",)),
-    "loss": Statistic(("val_loss", "loss"), tested=False),
+    "teacher_gap": Statistic(("on_policy_distillation/teacher_student_logprob_gap_mean",)),
+    "loss": Statistic(("val_loss", "loss"), "log", tested=False),
     "tokens": Statistic(("tokens",), tested=False),
     "truncated": Statistic(("truncation_rate",), tested=False),
     "accuracy": Statistic(("accuracy",), tested=False),
@@ -140,7 +142,7 @@ class Band:
 
     def another_recipe(self, recipe: Mapping[str, Any]) -> str | None:
         """Return in which size a run's recipe differs from the band's, None if in none."""
-        for key in (key for key in SIZES if key in self.settings):  # else it is of a version without the key
+        for key in (key for key in self.settings if key.startswith(SIZES)):
             own, other = (_short_path(values.get(key)) for values in (self.settings, settings_of(recipe)))
             if own != other:
                 return f"it is of another recipe ({self.recipe}): {key} is {other} here and {own} there"
@@ -311,8 +313,8 @@ class BandTest:
 
     def __init__(self, band: Band) -> None:
         self.band = band
-        of_rewards = "reward" in band.curves
-        tested = [name for name, it in STATISTICS.items() if it.tested or (name == "loss" and not of_rewards)]
+        by_loss = "reward" not in band.curves or "teacher_gap" in band.curves
+        tested = [name for name, it in STATISTICS.items() if it.tested or (name == "loss" and by_loss)]
         self._names = [name for name in tested if name in band.curves]
         pairs = windows(len(band.steps))
         steps = (0, *band.steps)

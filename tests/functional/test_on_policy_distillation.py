@@ -1,6 +1,7 @@
 """Whole GRPO runs with teachers: in process with one of another size, and over three nodes with one that is killed.
 What is logged is computed again with transformers."""
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -131,7 +132,9 @@ def test_a_weighted_teacher_on_an_engine_beside_the_rewards(
     assert step[AT + "adv_mean"] != step[AT + "teacher_student_logprob_gap_mean"]
 
 
-def test_the_whole_vocabulary_teaches(task: Task, model: Path, teacher: Path, tmp_path: Path) -> None:
+def test_the_whole_vocabulary_teaches(
+    task: Task, model: Path, teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The reverse KL falls; it is what the gap of the sampled tokens estimates."""
     recipe = recipe_with(task, model, teacher)
     recipe["on_policy_distillation"]["divergence"] = {"enabled": True}
@@ -140,6 +143,10 @@ def test_the_whole_vocabulary_teaches(task: Task, model: Path, teacher: Path, tm
     assert 0 < steps[-1]["loss"] < 0.7 * steps[0]["loss"]
     assert all(step["grad_norm"] > 0 and step["zero_advantage_rate"] == 0 for step in steps)
     assert -steps[0][AT + "teacher_student_logprob_gap_mean"] == pytest.approx(steps[0]["loss"], rel=1.0)
+    assert main(["diagnose", str(run.logs), "--json"]) == 0
+    diagnosis = json.loads(capsys.readouterr().out)
+    assert diagnosis["findings"] == [] and diagnosis["step"] == 1, "the step is replayed with its teacher"
+    assert [note.partition(":")[0] for note in diagnosis["not judged"]] == ["recipe", "advantages"]
 
 
 def test_the_policys_whole_distribution_teaches_no_more_than_rounding(task: Task, model: Path, tmp_path: Path) -> None:

@@ -153,6 +153,31 @@ def test_examples_without_rewards_are_judged_by_their_loss() -> None:
     ]
 
 
+def test_distillation_is_judged_by_its_loss_and_its_teacher() -> None:
+    rng, gap = np.random.default_rng(2), "on_policy_distillation/teacher_student_logprob_gap_mean"
+
+    def line(loss: float = 0.6, of_teacher: float = -0.6) -> dict[str, float]:
+        noise = rng.normal(0, 0.01, 3).tolist()
+        return {"step": 1, "reward": 0.3 + noise[0], "loss": loss + noise[1], gap: of_teacher + noise[2]}
+
+    section = {"teacher_model_by_agent_name": {"teacher": "results/demo/model"}, "divergence": {"kl_type": "reverse"}}
+    recipe = RECIPE | {"on_policy_distillation": section}
+    band = make_band("own", "1.0", {seed: (recipe, [line()], []) for seed in range(20)})
+    assert alarms_of([line()], band) == []
+    for wrong, name in ((line(loss=1.5), "loss 1."), (line(of_teacher=-3.0), "teacher_gap -")):
+        assert [name in alarm.text for alarm in alarms_of([wrong], band)] == [True]
+    assert band.another_recipe(recipe) is None
+    for change, reason in (
+        (
+            {"teacher_model_by_agent_name": {"teacher": "results/demo-distill/base/hf"}},
+            "teacher is base/hf here and demo/",
+        ),
+        ({"teacher_model_by_agent_name": {"other": "results/demo/model"}}, "teacher is None here and demo/model there"),
+        ({"divergence": {"kl_type": "forward"}}, "kl_type is forward here and reverse there"),
+    ):
+        assert reason in str(band.another_recipe(RECIPE | {"on_policy_distillation": section | change}))
+
+
 def test_answers_that_are_cut_in_the_runs_of_the_band_too_are_no_alarm() -> None:
     cut = [line | {"truncation_rate": 0.95} for line in lines_of(draws(np.random.default_rng(5), 1, 30, 0.8), 0)]
     runs = {seed: (RECIPE, lines_of(draws(np.random.default_rng(0), 20, 30, 0.8), seed), []) for seed in range(20)}
