@@ -1,4 +1,5 @@
-"""Does a band notice a fault, and does `diagnose` name it? Plant faults of recipe, data and code in the quick demos.
+"""Does a band notice a fault, and does `diagnose` name it? Plant faults of recipe, data and code in the quick demos,
+and in the demo of distillation.
 
     python benchmarks/planted_faults.py grpo-vision-cpu [FAULT ...]
 
@@ -21,12 +22,12 @@ import torch
 
 from grpo_mcore.algorithms import grpo
 from grpo_mcore.cli.main import main
-from grpo_mcore.cli.train.demo import GRPO, PPO, QUICK, VISION, quick_recipe
+from grpo_mcore.cli.train.demo import DISTILL, FOLDERS, GRPO, PPO, QUICK, VISION, quick_recipe, whole_recipe
 from grpo_mcore.driver.policy import policy_worker
 from grpo_mcore.driver.run import loop_parts
 from grpo_mcore.environments.math.math_environment import MathEnvironment
 from grpo_mcore.environments.rules.rule_environment import RuleEnvironment
-from grpo_mcore.objective import critic, loss
+from grpo_mcore.objective import critic, distillation, loss
 from grpo_mcore.parallel.weights import tower
 from grpo_mcore.refit.policy_side.sender import RefitSender
 from grpo_mcore.rollout.trajectory import Trajectory
@@ -36,11 +37,18 @@ from grpo_mcore.tools.report.run_files import find_run, read_run
 OPTIMIZER = "megatron_cfg.optimizer"
 RATES = {
     GRPO: {"policy": (6e-4, 6e-5)}, PPO: {"policy": (6e-4, 6e-5), "value": (2e-3, 2e-4)},
-    VISION: {"policy": (1e-3, 3e-4)},
+    VISION: {"policy": (1e-3, 3e-4)}, DISTILL: {"policy": (1e-3, 1e-4)},
 }  # fmt: skip
 """Highest and lowest learning rate of each model, by recipe."""
+ONE_PROCESS = ["cluster.backend=local", "cluster.gpus_per_node=1", "policy.megatron_cfg.tensor_model_parallel_size=1"]
+WORDS = {
+    **{recipe: [*quick_recipe(recipe), "grpo.seed=101"] for recipe in QUICK},
+    DISTILL: [*whole_recipe(DISTILL), *ONE_PROCESS, "distillation.val_period=0", "distillation.seed=101"],
+}
+"""Overrides of the demo of each recipe."""
+UNCHANGED = shutil.ignore_patterns("logs*", "checkpoints", "*.txt")
 Plant = Callable[[Path], object]
-"""Changes the code of its process, or the files in a demo's folder."""
+"""Changes the code of its process, or the files in the folder of results."""
 
 
 def changed(owner: Any, name: str, change: Callable[..., Any]) -> Plant:
@@ -70,7 +78,7 @@ def each_row(change: Callable[[list[dict[str, Any]], int], dict[str, Any]]) -> P
     """Plant `change(rows, index)` in place of each row of the training data."""
 
     def write(folder: Path) -> None:
-        for file in [*folder.glob("task/train.jsonl"), *folder.glob("task/mixed.jsonl")]:
+        for file in [*folder.glob("*/task/train.jsonl"), *folder.glob("*/task/mixed.jsonl")]:
             rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
             file.write_text("\n".join(json.dumps(change(rows, index)) for index in range(len(rows))) + "\n")
 
@@ -93,17 +101,24 @@ class Fault:
     name: str
     plant: Plant = lambda _: None
     words: Callable[[str], list[str]] = lambda _: []
-    of: tuple[str, ...] = (GRPO, PPO, VISION)
+    of: tuple[str, ...] = (*QUICK, DISTILL)
 
 
 FAULTS = [
     Fault("learning rate x 30", words=rate(30)),
     Fault("learning rate / 30", words=rate(1 / 30)),
     Fault("weight decay of 10", words=lambda _: [f"policy.{OPTIMIZER}.weight_decay=10"]),
-    Fault("answers of two tokens", words=lambda _: ["policy.generation.max_new_tokens=2"], of=(GRPO, PPO)),
+    Fault("answers of two tokens", words=lambda _: ["policy.generation.max_new_tokens=2"], of=(GRPO, PPO, DISTILL)),
     Fault("KL of the wrong sign", changed(loss, "kl_penalty", lambda penalty, *_: -penalty),
-          lambda _: ["loss_fn.reference_policy_kl_penalty=0.5"]),
-    Fault("advantages of the wrong sign", changed(grpo, "compute_targets", lambda it, *_: (opposite(it[0]), it[1]))),
+          lambda _: ["loss_fn.reference_policy_kl_penalty=0.5"], of=tuple(QUICK)),
+    Fault("advantages of the wrong sign", changed(grpo, "compute_targets", lambda it, *_: (opposite(it[0]), it[1])),
+          of=tuple(QUICK)),
+    Fault("divergence to the policy", changed(distillation, "Divergence", lambda it, *_: it._replace(kind="forward")),
+          of=(DISTILL,)),
+    Fault("divergence at temperature 4", words=lambda _: ["on_policy_distillation.divergence.temperature=4"],
+          of=(DISTILL,)),
+    Fault("the student teaches", lambda folder: shutil.copytree(
+          folder / "demo-distill/base/hf", folder / "demo/model", dirs_exist_ok=True), of=(DISTILL,)),
     Fault("groups mixed up", changed(advantages, "_group_ids", lambda of, _: torch.arange(len(of)) % len(of.unique())),
           of=(GRPO, VISION)),
     Fault("critic's learning rate / 30", words=rate(1 / 30, "value"), of=(PPO,)),
@@ -120,10 +135,10 @@ FAULTS = [
     Fault("rewards of the wrong sign", rewards(lambda reward: 1 - reward)),
     Fault("policy sees the negatives", changed(tower, "pixels", lambda it, *_: (-it[0], it[1])), of=(VISION,)),
     Fault("another chat template", lambda folder: [
-          it.write_text(it.read_text().replace("<assistant>", "<user>")) for it in folder.glob("base/**/*.jinja")]),
+          it.write_text(it.read_text().replace("<assistant>", "<user>")) for it in folder.glob("*/base/**/*.jinja")]),
     Fault("answers of other rows", each_row(lambda rows, i: rows[i] | {"output": rows[i - 1]["output"]})),
     Fault("the same prompts again", each_row(lambda rows, i: rows[i % 8])),
-    Fault("no question", each_row(lambda rows, i: rows[i] | {"input": "="}), of=(GRPO, PPO)),
+    Fault("no question", each_row(lambda rows, i: rows[i] | {"input": "="}), of=(GRPO, PPO, DISTILL)),
     Fault("one image for all", each_row(lambda rows, i: rows[i] | {"image": rows[0]["image"]}), of=(VISION,)),
 ]  # fmt: skip
 
@@ -134,7 +149,7 @@ def run(folder: Path, words: list[str], plant: Plant = lambda _: None) -> str:
     def child() -> None:
         os.chdir(folder)
         sys.stdout, sys.stderr = (Path(name).open("w", encoding="utf-8") for name in ("output.txt", "errors.txt"))
-        plant(next(folder.glob("results/*"), folder))
+        plant(folder / "results")
         sys.exit(main(words))
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -146,13 +161,11 @@ def run(folder: Path, words: list[str], plant: Plant = lambda _: None) -> str:
 
 def study(recipe: str, fault: Fault, clean: Path) -> str:
     """Return the line of a fault. `clean`: the folder of the demo without one."""
-    demo, folder = QUICK[recipe], clean.parent / fault.name.replace(" ", "-").replace("/", "by")
+    demo, folder = (FOLDERS | QUICK)[recipe], clean.parent / fault.name.replace(" ", "-").replace("/", "by")
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(clean, folder, ignore=shutil.ignore_patterns("logs*", "checkpoints", "model", "*.txt"))
-    words = [*quick_recipe(recipe), "grpo.seed=101", "logger.alarms.stop_after=1", *fault.words(recipe)]
-    run(folder, ["train", recipe, *words], fault.plant)
-    shutil.copytree(clean / demo / "task", folder / demo / "task", dirs_exist_ok=True)
-    shutil.copytree(clean / demo / "base", folder / demo / "base", dirs_exist_ok=True)
+    shutil.copytree(clean, folder, ignore=UNCHANGED)
+    run(folder, ["train", recipe, *WORDS[recipe], "logger.alarms.stop_after=1", *fault.words(recipe)], fault.plant)
+    shutil.copytree(clean, folder, ignore=UNCHANGED, dirs_exist_ok=True)
     summary = read_run(find_run(folder / demo)).summary or {}
     alarms = [f"{it['kind']} in step {it['step']}" for it in summary.get("alarms", [])]
     findings = json.loads(run(folder, ["diagnose", str(demo), "--json"]))["findings"]
@@ -164,7 +177,7 @@ if __name__ == "__main__":
     of, *names = sys.argv[1:]
     without = Path("results/planted").resolve() / of / "clean"
     if not without.is_dir():
-        run(without, ["demo", "--quick", f"--recipe={of}", "grpo.seed=101"])
+        run(without, ["demo", *(["--quick"] if of in QUICK else []), f"--recipe={of}", *WORDS[of]])
     for it in FAULTS:
         if of in it.of and (not names or it.name in names):
             print(study(of, it, without), flush=True)

@@ -90,7 +90,7 @@ def quick_recipe(recipe: str) -> list[str]:
 
 def whole_recipe(recipe: str) -> list[str]:
     """Return the overrides of the whole demo of a recipe: the band with which it is compared, if it has one."""
-    return [f"logger.alarms.band=bands/{recipe}.json"] if recipe == GRPO else []
+    return [f"logger.alarms.band=bands/{recipe}.json"] if recipe in (GRPO, DISTILL) else []
 
 
 def _grpo(recipe: str, overrides: Sequence[str], held: ExitStack, *, quick: bool = False) -> int:
@@ -161,9 +161,10 @@ def _grpo(recipe: str, overrides: Sequence[str], held: ExitStack, *, quick: bool
 
 
 def _distill(overrides: Sequence[str], held: ExitStack) -> int:
-    """Run the demo of distillation. distillation.seed also determines the untrained student and its warm-up."""
+    """Run the demo of distillation. distillation.seed also determines the untrained student and its warm-up, and the
+    teacher if there is none yet. Without validations (distillation.val_period=0) no GRPO is trained to compare with."""
     started_at, folder, of_teacher = time.perf_counter(), FOLDERS[DISTILL], FOLDERS[GRPO]
-    distillation = load_recipe(DISTILL, overrides).config  # a wrong override shows before anything runs
+    distillation = load_recipe(DISTILL, [*whole_recipe(DISTILL), *overrides]).config  # a wrong override shows first
     seed, every = distillation.grpo.seed, distillation.grpo.val_period
     sft = warm_up_recipe(folder, of_teacher / "task", seed)
     words = [f"policy.model_name={folder / 'base' / 'hf'}", f"grpo.seed={seed}", f"grpo.val_period={every}"]
@@ -178,17 +179,18 @@ def _distill(overrides: Sequence[str], held: ExitStack) -> int:
 
     if not (of_teacher / "model").is_dir():
         print(f"1/4  the teacher: grpo-mcore demo, in {of_teacher}", flush=True)
-        if code := _grpo(GRPO, (), held):
+        if code := _grpo(GRPO, (f"grpo.seed={seed}",), held):
             return code
     _begin(folder, held)
     _, parameters = make_untrained(DISTILL, folder / "untrained", of_teacher / "task" / "tokenizer", seed)
     print(f"2/4  a student with {parameters / 1e6:.1f} M parameters, warmed up like the teacher", flush=True)
     if (warm_up := run_recipe("sft", sft_train, sft, None))["stopped_early"]:
         return exit_code(warm_up)
-    courses = {}
+    courses, summaries = {}, {}
     for number, (name, config) in enumerate({"distillation": distillation, "GRPO": grpo}.items(), start=3):
         print(f"{number}/4  {name}", flush=True)
-        if (summary := train(config))["stopped_early"]:
+        summaries[name] = summary = train(config)
+        if summary["stopped_early"] or not every:
             return exit_code(summary)
         courses[name] = read_course(max(Path(config.logger.log_dir).glob("exp_*/metrics.jsonl")))
     curves = folder / "curves.png"
@@ -198,6 +200,8 @@ def _distill(overrides: Sequence[str], held: ExitStack) -> int:
     for name, cost in reached.items():
         costs = "not reached" if cost is None else f"{cost[0]:>10,.0f}  {cost[1]:>19.1f}"
         print(f"  {name:38}{costs}")
+    if "band" in summaries["distillation"]:
+        print(f"distillation is {summaries['distillation']['band']}")
     write_summary(
         folder / "summary.json",
         {
