@@ -43,7 +43,7 @@ RATES = {
 ONE_PROCESS = ["cluster.backend=local", "cluster.gpus_per_node=1", "policy.megatron_cfg.tensor_model_parallel_size=1"]
 WORDS = {
     **{recipe: [*quick_recipe(recipe), "grpo.seed=101"] for recipe in QUICK},
-    DISTILL: [*whole_recipe(DISTILL), *ONE_PROCESS, "distillation.val_period=0", "distillation.seed=101"],
+    DISTILL: [*whole_recipe(DISTILL), *ONE_PROCESS, "distillation.val_period=0", "distillation.seed=102"],
 }
 """Overrides of the demo of each recipe."""
 UNCHANGED = shutil.ignore_patterns("logs*", "checkpoints", "*.txt")
@@ -115,8 +115,7 @@ FAULTS = [
           of=tuple(QUICK)),
     Fault("divergence to the policy", changed(distillation, "Divergence", lambda it, *_: it._replace(kind="forward")),
           of=(DISTILL,)),
-    Fault("divergence at temperature 4", words=lambda _: ["on_policy_distillation.divergence.temperature=4"],
-          of=(DISTILL,)),
+    Fault("divergence at temperature 4", words=lambda _: ["loss_fn.temperature=4"], of=(DISTILL,)),
     Fault("the student teaches", lambda folder: shutil.copytree(
           folder / "demo-distill/base/hf", folder / "demo/model", dirs_exist_ok=True), of=(DISTILL,)),
     Fault("groups mixed up", changed(advantages, "_group_ids", lambda of, _: torch.arange(len(of)) % len(of.unique())),

@@ -66,10 +66,10 @@ class BandError(ValueError):
 @dataclass(frozen=True)
 class Statistic:
     """A number of a step. `names`: its metrics, of which the first one there is counts; `add`: they are added. `scale`:
-    the form in which it is about normal: "log" of it, "excess" for the log of its distance from 1, "share" for arcsin
-    sqrt, "plain" for itself. `least`: smallest spread in this form, so that rounding is no difference. `tested`: the
-    test looks at it; else it is shown only. `positive`: 0 is no value of it, as of the gradient where no sample has an
-    advantage."""
+    the form in which it is about normal: "log" of it, "excess" for the log of its distance from 1, "gap" for the log of
+    how far below 0 it is, "share" for arcsin sqrt, "plain" for itself. `least`: smallest spread in this form, so that
+    rounding is no difference. `tested`: the test looks at it; else it is shown only. `positive`: 0 is no value of it,
+    as of the gradient where no sample has an advantage."""
 
     names: tuple[str, ...]
     scale: str = "plain"
@@ -88,6 +88,8 @@ class Statistic:
         """Return values in the form in which they are compared."""
         if self.scale == "log":
             return np.log(np.maximum(values, 1e-6))
+        if self.scale == "gap":
+            return np.log(np.maximum(-values, 0.01))
         if self.scale == "excess":
             return np.log(np.maximum(np.abs(values - 1), 1e-3))
         return np.arcsin(np.sqrt(np.clip(values, 0, 1))) if self.scale == "share" else values
@@ -107,7 +109,7 @@ STATISTICS = {
     "critic_loss": Statistic(("critic/loss",), "log", 0.05),
     "explained_var": Statistic(("critic/explained_var",), "excess"),
     "critic_values": Statistic(("critic/values_mean",)),
-    "teacher_gap": Statistic(("on_policy_distillation/teacher_student_logprob_gap_mean",)),
+    "teacher_gap": Statistic(("on_policy_distillation/teacher_student_logprob_gap_mean",), "gap"),
     "loss": Statistic(("val_loss", "loss"), "log", tested=False),
     "tokens": Statistic(("tokens",), tested=False),
     "truncated": Statistic(("truncation_rate",), tested=False),
