@@ -65,7 +65,7 @@ class BandError(ValueError):
 
 @dataclass(frozen=True)
 class Statistic:
-    """A number of a step. `names`: its metrics, of which the first one there is counts; `add`: they are added. `scale`:
+    """A number of a step. `names`: its metrics, of which the first one there is counts; `add`: all are added. `scale`:
     the form in which it is about normal: "log" of it, "excess" for the log of its distance from 1, "gap" for the log of
     how far below 0 it is, "share" for arcsin sqrt, "plain" for itself. `least`: smallest spread in this form, so that
     rounding is no difference. `tested`: the test looks at it; else it is shown only. `positive`: 0 is no value of it,
@@ -81,7 +81,8 @@ class Statistic:
     def of(self, line: Line) -> float:
         """Return its value in a line of metrics; NaN if it has none, also where a loss was not finite."""
         values = [value for name in self.names if (value := line.get(name)) is not None]
-        value = (sum(values) if self.add else values[0]) if values else math.nan
+        there = len(values) == len(self.names) if self.add else bool(values)
+        value = (sum(values) if self.add else values[0]) if there else math.nan
         return math.nan if self.positive and value == 0 else value
 
     def scaled(self, values: Floats) -> Floats:
@@ -95,6 +96,7 @@ class Statistic:
         return np.arcsin(np.sqrt(np.clip(values, 0, 1))) if self.scale == "share" else values
 
 
+TEACHER_GAP = "on_policy_distillation/teacher_student_logprob_gap_mean"
 STATISTICS = {
     "reward": Statistic(("reward",)),
     "entropy": Statistic(("entropy", "approx_entropy"), "log"),
@@ -109,7 +111,8 @@ STATISTICS = {
     "critic_loss": Statistic(("critic/loss",), "log", 0.05),
     "explained_var": Statistic(("critic/explained_var",), "excess"),
     "critic_values": Statistic(("critic/values_mean",)),
-    "teacher_gap": Statistic(("on_policy_distillation/teacher_student_logprob_gap_mean",), "gap"),
+    "teacher_gap": Statistic((TEACHER_GAP,), "gap"),
+    "loss_and_gap": Statistic(("loss", TEACHER_GAP), add=True),  # the reverse KL is minus the gap's expectation
     "loss": Statistic(("val_loss", "loss"), "log", tested=False),
     "tokens": Statistic(("tokens",), tested=False),
     "truncated": Statistic(("truncation_rate",), tested=False),

@@ -59,7 +59,8 @@ def lines_of(curves: Mapping[str, Floats], run: int) -> list[dict[str, float | N
     names = {name: STATISTICS[name].names[-1] for name in curves}
     steps = next(iter(curves.values())).shape[1]
     return [
-        {"step": step + 1} | {names[n]: float(rows[run, step]) for n, rows in curves.items()} for step in range(steps)
+        {"step": step + 1, "clip_fraction_low": 0.0} | {names[n]: float(rows[run, step]) for n, rows in curves.items()}
+        for step in range(steps)
     ]
 
 
@@ -164,8 +165,13 @@ def test_distillation_is_judged_by_its_loss_and_its_teacher() -> None:
     recipe = RECIPE | {"on_policy_distillation": section}
     band = make_band("own", "1.0", {seed: (recipe, [line()], []) for seed in range(20)})
     assert alarms_of([line()], band) == []
-    for wrong, name in ((line(loss=1.5), "loss 1."), (line(of_teacher=-3.0), "teacher_gap -")):
-        assert [name in alarm.text for alarm in alarms_of([wrong], band)] == [True]
+    for wrong, names in (
+        (line(loss=1.5), ("loss 1.", "loss_and_gap 0.")),
+        (line(of_teacher=-3.0), ("teacher_gap -", "loss_and_gap -")),
+        (line(loss=0.7, of_teacher=-0.7) | {gap: -0.5}, ("loss_and_gap 0.",)),
+    ):
+        (alarm,) = alarms_of([wrong], band)
+        assert all(name in alarm.text for name in names)
     assert band.another_recipe(recipe) is None
     for change, reason in (
         (
