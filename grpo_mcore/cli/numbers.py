@@ -28,11 +28,11 @@ def amount(text: str) -> float:
 
 
 def finite(text: str) -> float:
-    """Return a number that is neither infinite nor NaN."""
+    """Return a number that is neither infinite nor NaN, nor becomes infinite in another unit."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not math.isfinite(value):
+    if not abs(value) < 1e100:
         raise argparse.ArgumentTypeError(f"a finite number is needed, got {text!r}")
     return value

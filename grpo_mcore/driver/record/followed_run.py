@@ -308,6 +308,7 @@ class FollowedRun:
                 token = int(np.argmax(np.where(np.isnan(gaps), np.inf, gaps) > 0))
                 compared.worst = max(compared.worst, math.inf if math.isnan(worst) else worst)
                 values = f"{logprobs[token]:.9g}, recorded {logged[token]:.9g}"
+                values += " (rounding: another number of threads or layout?)" if worst < 1e-4 else ""
                 compared.differs(step, f"the log-prob of token {token} of sample {name}: {values}")
         for old in [number for number in self._rows if number < step]:
             del self._rows[old]

@@ -1,11 +1,12 @@
 """Turns a resolved tree into a typed configuration. Every problem names the place where its value was written."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, Self, TypeVar
 
 from pydantic import ValidationError
 
-from grpo_mcore.recipe.errors import Problem, RecipeError, in_yaml, joined, nearest_hint
+from grpo_mcore.recipe.errors import Problem, RecipeError, in_yaml, joined, leaf_values, nearest_hint
 from grpo_mcore.recipe.nemo_rl.critic_layout import ppo_layout, rm_layout, value_layout
 from grpo_mcore.recipe.nemo_rl.data_layouts import nested_layout
 from grpo_mcore.recipe.nemo_rl.distillation_layout import distillation_layout
@@ -100,6 +101,9 @@ def validated(
     tree = distillation_layout(tree, problems, notes)
     tree = rm_layout(ppo_layout(tree, problems, notes), problems, notes)
     tree = value_layout(without_nemo_rl_keys(tree, problems, notes), problems, notes)
+    for path, value in leaf_values(tree.plain()):
+        if type(value) is int and abs(value) >= 2**63 or type(value) is float and 1e100 <= abs(value) < math.inf:
+            problems.append(_placed((".".join(path),), f"{in_yaml(value)} is too large a number", tree, recipe))
     config, faulty = _typed(kind, "", tree, recipe, problems)
     if config is not None:
         for finding in (finding for check in CHECKS for finding in check(config)):

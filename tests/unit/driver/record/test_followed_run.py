@@ -202,6 +202,9 @@ def test_log_probs_are_compared_bit_by_bit(tmp_path: Path) -> None:
     run.compare_logprobs(2, ["b#0", "c#0"], {0: columns["same"], 1: columns["off"]})
     assert str(run.compared.first) == "step 2: the log-prob of token 0 of sample c#0: -0.25, recorded -0.5"
     assert run.compared.worst == 0.25
+    nearly = record_of(tmp_path / "nearly", [STARTED], samples)
+    nearly.compare_logprobs(1, ["a#0"], {0: {"policy": np.array([-0.50001], np.float32)}})
+    assert str(nearly.compared.first).endswith("(rounding: another number of threads or layout?)")
     run.compare_logprobs(3, ["d#0"], {0: columns["same"]})
     assert run.compared.first is not None and run.compared.first.step == 2 and run.compared.steps == [1, 2, 3]
 
