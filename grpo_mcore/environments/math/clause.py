@@ -43,7 +43,7 @@ _CHANGES = re.compile(
     r"plus|minus|less|fewer|least|most|almost|off|short|below|above|up|out|too|twice|every|(?:back|up|down)wards|"
     r"zeroe?s|ones|nines|tens|dozens?|gross|digits|percentage|factorial|modulo|factor|case|option"
 )
-_COMBINES = re.compile("add|subtract|multipl|divi[ds]|compar|round")
+_COMBINES = re.compile("add|subtract|multipl|divi[ds]|compar|round|bound")
 _PLURAL = re.compile(r".*(?:s|people|children|men|women|feet|mice|teeth|fish|sheep|percent|money)")
 _COMPARATIVE = re.compile(r"more|fewer|less|(?!altogether|together)[a-z]{3,}er")
 _BEHIND = set("left remaining back altogether together overall total exactly each all square cubic now again".split())
@@ -52,7 +52,7 @@ _MODAL = re.compile(r"ha[sd]|have|need(?:s|ed)?|able|manage[sd]?|going|ought|use
 _ABOUT = re.compile(r"\b(?:about|approximately|roughly|around)\b|[约約]|大概|接近")
 _NOT_ENGLISH = set("ist sind est es son sono è é são hay ont tienen hat haben reste quedan il la le el der die".split())
 # With one of these a word of Chinese, Japanese or Korean states the number behind it; 接近 and 约 do not.
-_BEFORE_A_NUMBER = set("剩是为為有于於共计計得到即成案值はがも은는이가")
+_BEFORE_A_NUMBER = set("要多少有用剩是为為有于於共计計得到即成案值はがも은는이가")
 _SHORT_WORDS = {word for word in _NO_NOUN | _FILLERS if len(word) < 3} - {"i", "am"} | {"up", "un"}
 _LISTED = {"and": ",", "和": ",", "と": ",", "와": ",", "과": ","}
 _LISTED |= dict.fromkeys(("or", "或", "または", "또는", "oder", "ou", "o", "или"), " or")
@@ -193,9 +193,9 @@ class Clause:
             time = r"(?:second|minute|hour|day|week|month|year)s?|(?:1[5-9]|20)\d\d"
             is_given = (
                 word in ("for", "to", "with", "into", "at") and is_counted
-                or word == "by" and is_counted and not _CHANGES.fullmatch(before)
+                or word == "by" and not _CHANGES.fullmatch(before)
                 or word in ("in", "after", "year") and re.fullmatch(time, behind or formula)
-                or word == "at" and re.search(r"=|\d:\d\d|^\(", formula)
+                or word in ("at", "on") and re.search(r"=|\d:\d\d|^[(\[]", formula)
                 or word == "with" and re.search(r"\\[lg]e|[<>]", formula)
             )  # fmt: skip
             return "given" if is_given and not any(map(_COMBINES.match, words[:head])) else ""
@@ -239,7 +239,7 @@ class Clause:
             or split_unit(f"1 {noun}")[1]
             for noun in nouns[:3]
         )
-        if nouns and not any(is_noun) and formula not in ("1", "-1") and split_unit(formula)[1] is None:
+        if nouns and not any(is_noun) and not re.search(r"^-?1$|/|frac", formula) and split_unit(formula)[1] is None:
             return False
         if preposition == "of" and goes_on and re.search(r"[/%]|frac|percent", " ".join([formula, *nouns])):
             return False
@@ -248,5 +248,5 @@ class Clause:
             preposition == "or" or preposition == "and" and goes_on
             or preposition in ("to", "by", "in", "for", "over") and is_bare  # "5 in 7"
                 and not (preposition == "for" and self._is_counted(start + size + 2))
-            or preposition == "to" and any(map(_CHANGES.fullmatch, rest))
+            or preposition == "to" and _CHANGES.fullmatch(rest[-1]) is not None
         )  # fmt: skip

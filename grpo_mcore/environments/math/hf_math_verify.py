@@ -56,7 +56,7 @@ _ASSIGNMENT = re.compile(r"([a-zA-Z])\s*=\s*([^=()\[\]<>]+)")
 _NEXT = re.compile(r"(?:[,;\s]|\\[ ,;:]|\\q?quad(?![a-zA-Z])|\band\b)+(?=[a-zA-Z]\s*=)")
 _IN_ONE_UNKNOWN = re.compile(r"(?=.*\d|-)[\d\s+*/^{}().-]*([a-z])(?:[\d\s+*/^{}().-]|\1)*")
 _NAME = re.compile(
-    r"\s*(?:m?\s*\\angle\s*)?\\?[a-zA-Z]\w*'*\s*(?:_\s*\{?\w+\}?)?\s*(?:\([^()]*\))?\s*$|\\(?:sum|prod|int|lim)(?![a-z])"
+    r"\s*(?:m?\s*\\angle\s*)?\\?[a-zA-Z]\w*'*\s*(?:_\s*\{?\w+\}?)?\s*(?:\([^()]*\))?\s*(?:\\c[au]p\s*[A-Z]\s*)?$|\\(?:sum|prod|int|lim)(?![a-z])"
 )
 
 
@@ -209,7 +209,12 @@ def _formulas(answer: str, gold: str) -> bool | None:
         return _equal(_parsed(gold_number), _parsed(number))
     if len(sides) > 1 and _NAME.fullmatch(sides[-1]) and not _NAME.fullmatch(gold):  # 5 = n
         sides = sides[::-1]
-    if len(sides) == 1 or _EQUALS.search(gold) or "," in re.sub(r"\([^()]*\)", "", answer) or not _sides_agree(answer):
+    if (
+        len(sides) == 1
+        or _EQUALS.search(gold)
+        or "," in re.sub(r"\([^()]*\)|\{[^{}]*\}", "", answer)
+        or not _sides_agree(answer)
+    ):
         return False
     last = _parsed(sides[-1])
     are_equal = all(_NAME.match(side) or _value(side) is not None or _equal(last, _parsed(side)) for side in sides[:-1])

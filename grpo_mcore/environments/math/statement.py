@@ -168,10 +168,13 @@ _AMOUNT_OF = re.compile(
 _COMES_TO = re.compile(
     r"\b(?:consist[a-z]* of|(?:com(?:e|ing)|add|sum|turn|boil|work|amount|evaluat|simplif|converg|diverg|tend|reduc)"
     r"(?:e?s|ies|ed)? (?:(?:out|up|down) )?to(?: be)?|arrives? at|left with|results? in|"
-    r"(?:is|are) (?:given|described) by|I(?:'d| would) say)\b"
+    r"(?:is|are) (?:given|described) by|(?:est|es|è) d[ei]|I(?:'d| would) say)\b"
 )
 # "must draw at least 5", "at most 5 can be bought": the least of what is needed is what one needs.
-_NEEDED = re.compile(r"(?<=\bmust )(\w+ )at least |\bat most (?=[^,]*\bcan\b)|, (?:or )?(?:about|roughly) [^,]+$")
+_NEEDED = re.compile(
+    r"(?<=\bmust )(\w+ )at least |\bat most (?=[^,]*\bcan\b)|, (?:or )?(?:about|roughly) [^,]+$|"
+    r" for (?:all|any)(?: real)? [a-z]$"
+)
 _IN_ALL = re.compile(r"\bin (?:all|total)\b|(?<=equal )to\b|(?<=\d )(?:it is\Z|o'clock\b)")
 
 
@@ -357,7 +360,8 @@ def stated_formula(statement: Statement) -> str | None:
     clauses = [clause.strip() for clause in _CLAUSE.split(text) if clause.strip()]
     clauses = [clause for clause in clauses if not _ASIDE.match(clause) or clause[:5] == "with " and has_verb(clause)]
     if statement.kind == "text":  # what is said last counts, and nothing may follow it
-        clauses = [clause for clause in clauses if " " in clause or is_formula(clause)][-1:]
+        is_short = len(clauses) > 1 and len(clauses[-1].split()) < 3 and not changes_value(clauses[-1])
+        clauses = clauses[-2:-1] if is_short and not any(map(is_formula, clauses[-1].split())) else clauses[-1:]
         last = re.split(r"[,;]\s(?:not (?=\$?[-\d]))?", re.sub(r"[,;]\snot [a-z].*", "", text))[-1]
         if _DOUBT.search(last) and not last.startswith(("since", "because")):  # "Let me guess: 12"
             return None
@@ -402,6 +406,15 @@ def says(text: str, words: str) -> bool:
         return first[1].casefold() == words.casefold()
     clause = clause if words.endswith("s") else clause.removesuffix(" solutions").removesuffix(" there")
     before = clause.removesuffix(words.casefold())
+    subject = re.search(
+        rf"(?:^|[.!?\n,] ?|so )\W*{re.escape(words)} (?:is|was|has|had|won|wins|ran)\b(.*)\Z", text, re.I
+    )
+    if (
+        subject is not None
+        and re.search(r"^ the (?:most|\w+est)\b|^ first\b", subject[1])
+        and not is_doubtful(subject[1])
+    ):
+        return True
     is_predicate = re.search(r"(?:^|\b(?:is|are|was|be|has|have|an?) )\Z", before) or words.startswith(("can", "do"))
     return before != clause and is_predicate is not None and not is_doubtful(before)
 
