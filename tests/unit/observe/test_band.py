@@ -30,6 +30,7 @@ from grpo_mcore.observe.band import (
     window_means,
     windows,
 )
+from grpo_mcore.recipe import load_recipe
 
 RECIPE: dict[str, Any] = {
     "grpo": {"num_prompts_per_step": 4, "max_num_steps": 30, "seed": 1},
@@ -279,6 +280,14 @@ def test_a_file_that_is_no_usable_band_is_refused(tmp_path: Path, change: dict[s
             read_band(str(file))
     with pytest.raises(BandError, match="none.json is no band: `grpo-mcore sweep RECIPE --seeds 20 --band FILE` makes"):
         read_band("none.json")
+
+
+def test_each_band_that_is_shipped_is_one_of_its_recipe() -> None:
+    bands = {path.stem: read_band(str(path)) for path in Path("recipes/bands").glob("*.json")}
+    compared = [name for name in bands if Path(f"recipes/{name}.yaml").exists()]
+    assert "grpo-arithmetic-cpu" in compared
+    for name in compared:
+        assert bands[name].another_recipe(load_recipe(name).config.model_dump(mode="json")) is None
 
 
 def test_runs_that_make_no_band_are_refused() -> None:
