@@ -39,11 +39,11 @@ _YIELDS = re.compile(
 # Words of arithmetic, of trial and of measure: the number beside one is not the value of what the clause is about.
 _CHANGES = re.compile(
     r"(?:exceed|reduc|add|subtract|multipl|divid|doubl|tripl|squar(?=ed)|halv|round(?=[ei])|lack|miss|los|exclud|"
-    r"consider|suppos|assum|substitut|check|test|tr[iy](?=[eyi]))(?:e?s|e?d|ing|e|y|ies|ied|ying)?|let|lost|try|rais(?:es?|ing)|"
+    r"consider|recount|expect|want|hop|suppos|assum|substitut|check|test|tr[iy](?=[eyi]))(?:e?s|e?d|ing|e|y|ies|ied|ying)?|let|lost|try|rais(?:es?|ing)|"
     r"plus|minus|less|fewer|least|most|almost|off|short|below|above|up|out|too|twice|every|(?:back|up|down)wards|"
     r"zeroe?s|ones|nines|tens|dozens?|gross|digits|percentage|factorial|modulo|factor|case|option"
 )
-_COMBINES = re.compile("add|subtract|multipl|divi[ds]|compar|round|bound")
+_COMBINES = re.compile("add|subtract|multipl|divi[ds]|compar|round|bound|(?:in|de)crease$|raise$")
 _PLURAL = re.compile(r".*(?:s|people|children|men|women|feet|mice|teeth|fish|sheep|percent|money)")
 _COMPARATIVE = re.compile(r"more|fewer|less|(?!altogether|together)[a-z]{3,}er")
 _BEHIND = set("left remaining back altogether together overall total exactly each all square cubic now again".split())

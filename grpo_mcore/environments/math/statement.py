@@ -179,6 +179,9 @@ _IN_ALL = re.compile(r"\bin (?:all|total)\b|(?<=equal )to\b|(?<=\d )(?:it is\Z|o
 
 
 _AMOUNT = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?")
+_NOT_SO_FAR = re.compile(
+    r"\b(?:would|should|expect\w*|let (?:me|us)|will now|verify|was|before|after|until|but|except|another)\b", re.I
+)
 _COMPUTED = re.compile(
     r"(?:[-+*/]|\\times|\\cdot|\\div) *\\?\$?[\d.,]+ ?(?:%|[a-z]+)? *(?:=|\b(?:is|equals|makes)\b) *\\?\$?"
     rf"({_AMOUNT.pattern})(?![\d/]|\s*[-+*/=\\])"
@@ -375,17 +378,16 @@ def stated_formula(statement: Statement) -> str | None:
 
 
 def repeated_result(text: str) -> str | None:
-    """Return the result of a text's last computation, with its unit, where what follows names it again and otherwise
-    only numbers that came before the computation: "12 - 5 = 7, so the red team is ahead by 7 points". What it is
-    called then needs no grammar."""
+    """Return the result of a text's last computation, with its unit, where what follows names it again and no other
+    number: "12 - 5 = 7, so the red team is ahead by 7 points". What it is called then needs no grammar."""
     text = normalized(text)
     computed = [*_COMPUTED.finditer(text)]
     if not computed:
         return None
-    before, value, behind = text[: computed[-1].start(1)], computed[-1][1], text[computed[-1].end() :]
+    value, behind = computed[-1][1], text[computed[-1].end() :]
     repeated = re.search(rf"([^\s.]*) \\?\$?({re.escape(value)}(?: ?%| [a-z/]+)?)(?![\w/]|[.,]\d)\s?(\w*)", behind)
-    others = {*_AMOUNT.findall(behind)} - {value, *_AMOUNT.findall(before)}
-    if repeated is None or others or _DOUBT.search(behind) or _TAKEN_BACK.search(behind) or _GOES_ON.search(behind):
+    doubts = (_DOUBT, _TAKEN_BACK, _GOES_ON, _NOT_SO_FAR)
+    if repeated is None or {*_AMOUNT.findall(behind)} != {value} or any(doubt.search(behind) for doubt in doubts):
         return None
     word, formula, next_word = repeated.groups()
     if is_known(word) or changes_value(f"{word} {formula} {next_word}"):
@@ -406,14 +408,8 @@ def says(text: str, words: str) -> bool:
         return first[1].casefold() == words.casefold()
     clause = clause if words.endswith("s") else clause.removesuffix(" solutions").removesuffix(" there")
     before = clause.removesuffix(words.casefold())
-    subject = re.search(
-        rf"(?:^|[.!?\n,] ?|so )\W*{re.escape(words)} (?:is|was|has|had|won|wins|ran)\b(.*)\Z", text, re.I
-    )
-    if (
-        subject is not None
-        and re.search(r"^ the (?:most|\w+est)\b|^ first\b", subject[1])
-        and not is_doubtful(subject[1])
-    ):
+    superlative = rf"(?:^|[.!?\n,] ?|so )\W*{re.escape(words)} (?:is|has|won|wins)(?: the (?:most|\w+est)| first)\b.*\Z"
+    if (named := re.search(superlative, text, re.I)) and not is_doubtful(named[0]) and not _NOT_SO_FAR.search(named[0]):
         return True
     is_predicate = re.search(r"(?:^|\b(?:is|are|was|be|has|have|an?) )\Z", before) or words.startswith(("can", "do"))
     return before != clause and is_predicate is not None and not is_doubtful(before)
