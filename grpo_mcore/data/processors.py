@@ -92,6 +92,8 @@ def _processor(process: Callable[[TaskRow], DatumSpec]) -> TaskDataProcessFnCall
             fields["messages"] = _read(row, "messages")
         if fields.get("tools"):
             fields["tools"] = _read(row, "tools", read_tools)
+        if chosen := fields.get("chat_template_kwargs"):
+            fields["chat_template_kwargs"] = _read_variables(row.uid, chosen)
         return process(replace(row, fields=fields))
 
     for name in ("__name__", "__qualname__", "__doc__"):
@@ -105,6 +107,17 @@ def _read(row: TaskRow, key: str, read: Callable[[Any, str], list[Any]] | None =
         return join_texts((read or _read_chat)(row.fields[key], key), chat_form(row.tokenizer).joint)
     except MessageError as error:
         raise RowError(row.uid, str(error)) from error
+
+
+def _read_variables(uid: str, chosen: Any) -> dict[str, Any]:
+    """Return a row's values for the chat template, an object or JSON text of one."""
+    try:
+        variables = json.loads(chosen) if isinstance(chosen, str) else chosen
+    except ValueError as error:
+        raise RowError(uid, f"chat_template_kwargs is not JSON: {error}") from error
+    if not isinstance(variables, dict):
+        raise RowError(uid, f"chat_template_kwargs must be an object, got {chosen!r:.40}")
+    return variables
 
 
 def _read_chat(value: Any, name: str) -> list[Any]:
@@ -480,9 +493,8 @@ def _shown(row: TaskRow, messages: Chat, uid: str, *, add_generation_prompt: boo
     except MessageError as error:
         raise RowError(uid, str(error)) from error
     tools = {"tools": row.fields["tools"]} if row.fields.get("tools") else {}
-    chosen = row.fields.get("chat_template_kwargs") or {}
+    variables = row.fields.get("chat_template_kwargs") or {}
     try:
-        variables = json.loads(chosen) if isinstance(chosen, str) else chosen
         return row.tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **tools, **variables
         )

@@ -8,6 +8,7 @@ an answer and the next generation: the answer's end, the environment's message, 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -69,9 +70,12 @@ class TurnTemplate:
     Raises DataError where the chat template does not show an answer and the message after it exactly once each.
     """
 
-    def __init__(self, tokenizer: Any, images: ImageReader | None = None) -> None:
-        """`images`: what prompts need of the model's images. None: a message with one is refused."""
-        self._tokenizer, self._images = tokenizer, images
+    def __init__(
+        self, tokenizer: Any, images: ImageReader | None = None, variables: Mapping[str, Any] | None = None
+    ) -> None:
+        """`images`: what prompts need of the model's images. None: a message with one is refused. `variables`: a row's
+        `chat_template_kwargs`."""
+        self._tokenizer, self._images, self._variables = tokenizer, images, variables or {}
         _check(self._render(_message("user", _REPLY)))
         self._has_tool_role = self._supports_tool_role()
         self._marks = marks_of(tokenizer)
@@ -124,7 +128,9 @@ class TurnTemplate:
     def _render(self, *after: dict[str, str]) -> str:
         shown = [_message("user", _QUESTION), _message("assistant", _ANSWER), *after]
         try:
-            return self._tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=bool(after))
+            return self._tokenizer.apply_chat_template(
+                shown, tokenize=False, add_generation_prompt=bool(after), **self._variables
+            )
         except Exception as error:  # a template is code of the model's author and may raise anything
             raise DataError(
                 "grpo.max_rollout_turns above 1: the chat template rejects a conversation of several turns: "

@@ -48,12 +48,12 @@ class TurnLimits:
 @dataclass(frozen=True)
 class Rules:
     """Settings that all lives share. `seed`: grpo.seed. `as_turn`: makes an environment's message into a turn, from
-    (text or parts, role, token that ended the turn before), with references to its images by digest; None where samples
-    have one turn."""
+    (prompt, text or parts, role, token that ended the turn before), with references to its images by digest; None where
+    samples have one turn."""
 
     limits: TurnLimits
     seed: int
-    as_turn: Callable[[Any, str, int | None], tuple[Turn, Mapping[str, Any]]] | None = None
+    as_turn: Callable[[DatumSpec, Any, str, int | None], tuple[Turn, Mapping[str, Any]]] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -106,7 +106,7 @@ def life_of(group: OpenGroup, index: int) -> Life:
             stop_strings = outcome.stop_strings
         assert group.rules.as_turn is not None and outcome.observation is not None
         try:
-            answer, further = group.rules.as_turn(outcome.observation, outcome.role, trajectory.stop_token)
+            answer, further = group.rules.as_turn(prompt, outcome.observation, outcome.role, trajectory.stop_token)
         except ValueError as error:  # an image in it that the model cannot read
             return trajectory, replace(score, reward=None, reason=f"the environment's answer: {error}")
         images = {**images, **further}

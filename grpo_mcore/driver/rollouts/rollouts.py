@@ -11,8 +11,10 @@ has `add` and `send`, `awaited` and `take`, `drop`, and `seconds_left` until `se
 late.
 """
 
+import json
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 from grpo_mcore.cluster import Cluster, DeadlineExceeded, Future, Stream
@@ -104,8 +106,11 @@ class Rollouts:
         self.engines, self.environments, self.limits = engines, environments, limits
         self.cluster: Cluster = engines.cluster
         self._hooks, self._enough_samples = hooks, enough_samples
-        self._template = TurnTemplate(tokenizer, engines.images) if limits.max_turns > 1 else None
-        self._rules = Rules(limits, seed, self._as_turn if self._template else None)
+        # One for each `chat_template_kwargs` of rows, as JSON text.
+        self._template = lru_cache(64)(lambda chosen: TurnTemplate(tokenizer, engines.images, json.loads(chosen)))
+        if limits.max_turns > 1:
+            self._template("{}")
+        self._rules = Rules(limits, seed, self._as_turn if limits.max_turns > 1 else None)
         self._barrier = _TurnBarrier() if limits.together else None
         self._open: dict[str, OpenGroup] = {}  # those under way, by uid
         self._finished: deque[Group] = deque()
@@ -148,10 +153,12 @@ class Rollouts:
         has_agents = self._queue_of_task[prompt["task_name"]] in self._agents
         return OpenGroup(kept if images else prompt, step, sampling, self._rules, generations, images, has_agents)
 
-    def _as_turn(self, content: Any, role: str, stop_token: int | None) -> tuple[Turn, dict[str, Any]]:
+    def _as_turn(
+        self, prompt: DatumSpec, content: Any, role: str, stop_token: int | None
+    ) -> tuple[Turn, dict[str, Any]]:
         """Return an environment's message as a turn, with references to its images by digest."""
-        assert self._template is not None
-        turn, files = self._template.turn(content, role, stop_token), dict[str, bytes]()
+        template = self._template(json.dumps(prompt["extra_env_info"].get("chat_template_kwargs") or {}))
+        turn, files = template.turn(content, role, stop_token), dict[str, bytes]()
         if turn.images and self.engines.images is not None:
             files = self.engines.images.by_digest(take_images([{"role": role, "content": content}])[1])
         return turn, {digest: self.cluster.store.put(file) for digest, file in files.items()}

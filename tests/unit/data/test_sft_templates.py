@@ -221,8 +221,9 @@ def test_a_row_may_have_variables_of_the_template(given: Any) -> None:
     for processor in (sft_processor, math_hf_data_processor):
         datum = processor({**row, "chat_template_kwargs": given}, TaskDataSpec("t"), there, None, 0)
         assert there.decode(datum["message_log"][0]["token_ids"]).startswith("!q")
-    with pytest.raises(DataError, match="the chat template rejects it"):
-        sft_processor({**row, "chat_template_kwargs": [1]}, TaskDataSpec("t"), there, None, 0)
+    for wrong, message in (([1], "must be an object"), ("{", "not JSON"), ({"tokenize": True}, "template rejects it")):
+        with pytest.raises(DataError, match=message):
+            sft_processor({**row, "chat_template_kwargs": wrong}, TaskDataSpec("t"), there, None, 0)
 
 
 def test_a_template_without_any_mark_gets_the_eos_token() -> None:

@@ -40,7 +40,7 @@ def group(template: Template, limits: TurnLimits = LIMITS) -> OpenGroup:
     row: Any = {
         "uid": "p", "length": 6, "message_log": [message], "extra_env_info": {"state": [0]}, "stop_strings": ["stop"],
     }  # fmt: skip
-    return OpenGroup(row, 7, Sampling(8), Rules(limits, 5, lambda *said: (template.turn(*said), {})), 4)
+    return OpenGroup(row, 7, Sampling(8), Rules(limits, 5, lambda _row, *said: (template.turn(*said), {})), 4)
 
 
 def after(outcome: Outcome, trajectory: TrajectoryRef = FIRST, template: Template | None = None) -> Wait | tuple:

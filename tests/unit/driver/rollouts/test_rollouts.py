@@ -113,6 +113,17 @@ def test_with_one_turn_taken_together_each_group_is_scored_in_one_call() -> None
         Rollouts(world.engines, {}, tokenizer, TurnLimits(2, 10), seed=0)
 
 
+def test_a_row_s_variables_of_the_template_shape_the_text_between_turns() -> None:
+    world = World(max_turns=2, engines=1)
+    bare, template = CharacterTokenizer(), CharacterTokenizer().apply_chat_template
+    bare.apply_chat_template = lambda *args, mark="", **how: mark + template(*args, **how) + mark  # type: ignore[method-assign]
+    world.rollouts = Rollouts(world.engines, world.rollouts.environments, bare, TurnLimits(2, 1000), seed=5)
+    for variables, marks in ((None, 0), ({"mark": "~"}, 1)):
+        info = {"number": 1, "seen": [], **({"chat_template_kwargs": variables} if variables else {})}
+        (group,) = world.run(range(1, 2), generations=1, extra_env_info=info).values()
+        assert [turn.text.count("~") for turn in world.trajectory(group, 0).turns] == [0, 0, marks, 0]
+
+
 def test_turns_end_at_their_limit() -> None:
     world = World(max_turns=2)
     groups = world.run(range(4))
