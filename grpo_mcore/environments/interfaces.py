@@ -17,7 +17,7 @@ from grpo_mcore.base.text import not_unicode, replaced
 from grpo_mcore.environments.config import EnvConfig
 from grpo_mcore.environments.errors import EnvironmentConfigError
 from grpo_mcore.rollout.images import given_image
-from grpo_mcore.rollout.messages import read_content
+from grpo_mcore.rollout.messages import read_content, result_content
 from grpo_mcore.rollout.trajectory import Outcome, Trajectory, fingerprint
 
 
@@ -355,7 +355,7 @@ def _stop_strings(value: Any) -> tuple[str, ...] | None:
 def _observation(value: Any) -> tuple[str | list[Any] | None, str]:
     """Return the text of an observation, or its parts where it has images, and its role."""
     message = _mapping("observations", value) or {}
-    content, role = message.get("content"), message.get("role", "user")
+    content, role = result_content(message.get("content")), message.get("role", "user")
     if isinstance(content, list):
         content = read_content(content, "observations[].content", read_image=given_image).value
     texts = [part.get("text", "") for part in content] if isinstance(content, list) else [content]

@@ -108,8 +108,8 @@ def _read_message(message: Any, where: str, read_image: ReadImage | None = None)
         calls = [older_call]
     calls = read_list(calls, f"{where}: tool_calls", "calls")
     fields["role"] = ROLES.get(role, role if role in KNOWN_ROLES else fields["role"])
-    if fields["role"] == "tool" and _is_value(content):
-        content = _as_text(content, "")
+    if fields["role"] == "tool":
+        content = result_content(content)
     read = read_content(content, where, read_image=read_image)
     calls = [read_call(call, where) for call in [*(calls or ()), *read.calls]]
     for key in REASONING_FIELDS:
@@ -138,14 +138,15 @@ def _own_reasoning(fields: Mapping[str, Any]) -> list[str]:
     return [text for text in texts if isinstance(text, str)]
 
 
-def _is_value(content: Any) -> bool:
-    """Return whether a tool's result is a value, not text nor parts of it."""
+def result_content(content: Any) -> Any:
+    """Return the result of a tool or an environment: a value that is neither text nor parts of it as JSON."""
     if content is None or isinstance(content, str):
-        return False
-    return not isinstance(content, list) or not all(
+        return content
+    parts = isinstance(content, list) and all(
         isinstance(part, str) or isinstance(part, dict) and ("type" in part or set(part) == {"text"})
         for part in content
     )
+    return content if parts else _as_text(content, "")
 
 
 @dataclass(slots=True)
@@ -422,7 +423,7 @@ class ItemReader:
         if call_id is None:
             self._unnamed_results += 1
             call_id = f"call_{self._unnamed_results}"
-        output = _as_text(output, "") if _is_value(output) else output
+        output = result_content(output)
         content = read_content(output, "a result", keeps_media=True).value
         self._messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
 

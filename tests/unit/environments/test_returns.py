@@ -64,7 +64,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("terminateds", None, "terminateds with None, which is neither true nor false"),
     ("terminateds", "no", "terminateds with 'no', which is neither true nor false"),
     ("observations", "text", "observations with 'text', which is not a mapping but str"),
-    ("observations", {"role": "tool", "content": 5}, r"observations\[\].content with 5, which is not text but int"),
+    ("observations", {"role": "tool", "content": {5}}, "set is not JSON serializable"),
     ("observations", {"role": None, "content": "x"}, r"observations\[\].role with None, which is no role"),
     ("observations", {"content": "\ud83d"}, r"an observation that is no Unicode: half a surrogate pair, \\ud83d"),
     ("next_stop_strings", "</x>", "next_stop_strings with .</x>.; a list of non-empty strings is needed"),
@@ -95,6 +95,12 @@ def test_a_wrong_field_costs_its_own_sample(field: str, value: Any, message: str
         assert (fine.reward, fine.answer, fine.reason, fine.terminated) == (0.5, "5", "right", False)
         assert (fine.observation, fine.role, fine.stop_strings) == ("ok", "tool", ("</x>",))
         assert (fine.metadata, fine.rewards_by_name, fine.seconds) == ({"turn": 1}, {"form": 1.0}, 0.25)
+
+
+def test_an_observation_may_be_a_value_as_a_result_in_data_may() -> None:
+    values = [{"temperature": 21}, [{"row": 1}], 5]
+    outcomes = advance(Careless([GOOD | {"observations": {"role": "tool", "content": value}} for value in values]))
+    assert [outcome.observation for outcome in outcomes] == ['{"temperature": 21}', '[{"row": 1}]', "5"]
 
 
 class Exiting(EnvironmentInterface):
