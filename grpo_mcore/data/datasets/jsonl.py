@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import shutil
 import tempfile
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import IO, Any
 
@@ -114,10 +116,19 @@ class JsonLines(Sequence[dict[str, Any]]):
         return parse(text, f"{self._path}:{self._numbers[index]}")
 
 
+def _number(text: str) -> float | int:
+    """Return a decimal number; one that is whole, such as 12345678901234567890.0, with all its digits."""
+    number = float(text)
+    if abs(number) < 2**53 or not math.isfinite(number):
+        return number
+    exact = Decimal(text)
+    return int(exact) if exact == exact.to_integral_value() else number
+
+
 def parse(text: bytes, where: str, kind: type = dict) -> Any:
     """Parse UTF-8 text as a JSON object (or list). Raises DataError."""
     try:
-        value = json.loads(text.rstrip(b"\r\n").decode())
+        value = json.loads(text.rstrip(b"\r\n").decode(), parse_float=_number)
         if b"\\ud" in text or b"\\uD" in text:  # half a surrogate pair is valid JSON, but no text
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:

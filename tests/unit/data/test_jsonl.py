@@ -44,6 +44,13 @@ def test_rows_and_their_lines(tmp_path, name, data, numbers) -> None:
     assert (list(rows), list(lines), rows[1]) == (ROWS, numbers, ROWS[1])
 
 
+def test_a_whole_number_with_a_point_keeps_its_digits(tmp_path) -> None:
+    data = b'{"a": [12345678901234567890.0, 1e30, -9007199254740993.0, 5.0, 0.25, 12345678901234567.5, NaN]}'
+    (row,), _ = read(tmp_path / "a.jsonl", data)
+    whole = "12345678901234567890, 1000000000000000000000000000000, -9007199254740993"
+    assert str(row["a"]) == f"[{whole}, 5.0, 0.25, 1.2345678901234568e+16, nan]"
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
