@@ -2,10 +2,12 @@
 
 `followed` is a rule for `env.rules`: the prompt's `instructions` are [{"name": "length_constraints:number_words",
 "num_words": 200, "relation": "at least"}, ...], and all of them must be followed ("strict" accuracy per prompt). Also
-read are rows as IFEval publishes them, with `instruction_id_list` and `kwargs`, and rows of Tulu 3 with an instruction
-in `ground_truth` (see tulu_instructions.py).
+read are rows as IFEval publishes them, with `instruction_id_list` and `kwargs`, rows of Tulu 3 with an instruction in
+`ground_truth` (see tulu_instructions.py), and those of IF-RLVR, with `ground_truth` [{"instruction_id": [name, ...],
+"kwargs": [mapping or null, ...]}].
 """
 
+import ast
 import json
 import re
 from collections import Counter
@@ -37,18 +39,18 @@ def followed(reply: str, info: Mapping[str, Any]) -> float:
     response = split_response(reply).answer or ""
     if not response.strip():
         return 0.0
-    checks = _checks(info)
+    if (checks := _checks(info)) is None:
+        raise KeyError("instructions")
     return float(all(_RULES[check["name"]](response, **_arguments(check)) for check in checks))
 
 
 def row_problem(info: Mapping[str, Any]) -> str | None:
     """Return why no answer to a prompt with these fields can be scored: an instruction is not known, or has other
     arguments. None if answers can be scored."""
-    if "instructions" not in info and "instruction_id_list" not in info and _tulu_check(info) is None:
-        return "the prompt has neither 'instructions' nor 'instruction_id_list' with 'kwargs'"
     name = ""
     try:
-        checks = _checks(info)
+        if (checks := _checks(info)) is None:
+            return "the prompt has neither 'instructions' nor 'instruction_id_list' with 'kwargs'"
         unknown = sorted({str(check["name"]) for check in checks} - _RULES.keys())
         if unknown:
             return f"no rule checks the instruction {unknown[0]!r}; those of IFEval without its languages are checked"
@@ -60,30 +62,43 @@ def row_problem(info: Mapping[str, Any]) -> str | None:
     return None if checks else "it has no instruction"
 
 
-def _checks(info: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    if "instructions" not in info and "instruction_id_list" not in info and (check := _tulu_check(info)) is not None:
-        return [{"name": check["func_name"]} | {k: v for k, v in check.items() if v is not None and k != "func_name"}]
-    if "instructions" in info or "instruction_id_list" not in info:
+def _checks(info: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
+    """Return a prompt's instructions as {"name", and its arguments}; None if it has none. Raises ValueError."""
+    if "instructions" in info:
         return list(_parsed(info["instructions"]))
-    pairs = zip(_parsed(info["instruction_id_list"]), _parsed(info["kwargs"]), strict=True)
+    names, each = info.get("instruction_id_list"), info.get("kwargs")
+    if names is None:
+        match _ground_truth(info):
+            case {"func_name": name, **arguments}:  # Tulu 3
+                names, each = [name], [arguments]
+            case [{"instruction_id": names, "kwargs": each}]:  # IF-RLVR
+                pass
+            case _:
+                return None
     return [  # tables have the arguments of all instructions, null for those of others
         {"name": name} | {key: value for key, value in (_parsed(arguments) or {}).items() if value is not None}
-        for name, arguments in pairs
+        for name, arguments in zip(_parsed(names), _parsed(each), strict=True)
     ]
 
 
-def _tulu_check(info: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the ground truth of a prompt of Tulu 3, {"func_name", and its arguments}; None for any other prompt."""
+def _ground_truth(info: Mapping[str, Any]) -> Any:
     try:
-        check = _parsed(info.get("ground_truth"))
+        return _parsed(info.get("ground_truth"))
     except ValueError:
         return None
-    return check if isinstance(check, Mapping) and "func_name" in check else None
 
 
 def _parsed(value: Any) -> Any:
-    """Return a list or a mapping, which a table may hold as JSON text. Raises ValueError."""
-    return json.loads(value) if isinstance(value, str) else value
+    """Return a list or a mapping, which a table may hold as text, in JSON or as Python writes it. Raises ValueError."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        try:
+            return ast.literal_eval(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            raise error from None
 
 
 def _arguments(check: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 
@@ -156,6 +157,17 @@ def test_all_of_tulu_are_tested_and_the_language_is_named() -> None:
     assert "no rule checks the instruction 'validate_response_language'" in str(row_problem(language))
     unclear = {"ground_truth": {"func_name": "validate_word_constraint", "N": 3, "quantifier": "about"}}
     assert "quantifier 'about' is none of" in str(row_problem(unclear))
+
+
+@pytest.mark.parametrize("written", [repr, json.dumps, list])
+def test_instructions_of_if_rlvr(written: Callable[[object], object]) -> None:
+    names = ["punctuation:no_comma", "length_constraints:number_words"]
+    arguments = [None, {"num_words": 3, "relation": "at least", "num_sentences": None}]
+    row = {"ground_truth": written([{"instruction_id": names, "kwargs": arguments}])}
+    assert row_problem(row) is None
+    assert [followed(reply, row) for reply in ("one two three", "one, two three", "one two")] == [1.0, 0.0, 0.0]
+    unknown = {"ground_truth": written([{"instruction_id": ["count:pronouns"], "kwargs": [{"N": 3}]}])}
+    assert "no rule checks the instruction 'count:pronouns'" in str(row_problem(unknown))
 
 
 def test_prompts_that_cannot_be_scored_are_named() -> None:
