@@ -24,10 +24,10 @@ from grpo_mcore.environments.math.statement import (
     says,
     stated_formula,
 )
-from grpo_mcore.environments.math.units import split_unit
+from grpo_mcore.environments.math.units import ratio, split_unit
 
 _EXAMPLES = (
-    ("x^2 + 3x + 2", "(x+1)(x+2)"), (r"\sqrt{2}+1", r"1+\sqrt{2}"), (r"\frac{\pi}{4}", "0.785"), ("x=3", "3"),
+    ("x^2 + 3x + 2", "(x+1)(x+2)"), (r"\sqrt{2}+1", r"1+\sqrt{2}"), (r"\frac{\pi}{4}", "0.785"), ("x=3 m", "3 km"),
     ("(3,4)", "(4,3)"), (r"\{1,2\}", r"\{2,1\}"), (r"(0,1)\cup[2,3)", r"[2,3)\cup(0,1)"), (r"x\in[0,1]", "x<3"),
     (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&5\end{pmatrix}"), (r"e^{i\pi}", "-1"),
     (r"\sin^2 x+\cos^2 x", "1"), (r"\log_2 8", r"\binom{5}{2}"), (r"\int_0^1 x dx", r"\sum_{k=1}^{3} k"),
@@ -46,7 +46,8 @@ _OPTION = re.compile(
 _LETTERS = re.compile(r"(?:\\\{)?\s*([A-J](?:(?:\s*,\s*(?:and\s)?|\s+and\s+|\s+)[A-J])+)\s*(?:\\\})?")
 _WORDS = re.compile(r"(?=.*(?:[a-zA-Z]{2}|[^\x00-\x7f]))[^\W\d_]+(?:(?:, (?:and )?|[ -])[^\W\d_]+)*")
 _PRIMED = re.compile(r"(?:(?<![a-zA-Z\\])[a-zA-Z]|\d)'+(?![a-zA-Z])")
-_CLOCK = re.compile(r"\d{1,2}:\d\d(?: [ap]m)?")
+_CLOCK = re.compile(r"\d{1,2}:\d\d")
+_BOUND = re.compile(r"^[a-zA-Z]\s*\(([a-z])\)\s*=|([a-z])\s*(?:\\in|∈)\s*(?:\\mathbb\s*)?\{?[Zℤ]")
 _BASED = re.compile(r"\(?\s*([0-9A-F]+)\s*\)?\s*_\{(\d+)\}")
 _RESIDUE = re.compile(r"(?:.*\\equiv\s*)?([^\\=]+?)\s*(?:\\[,;: ]|\\q?quad|~|\s)*\\mod (\d+)")
 _LABEL_OR_WORD = re.compile(r"(?=.*[a-zA-Z].*[a-zA-Z])[a-zA-Z0-9]+")
@@ -77,12 +78,21 @@ def hf_math_verify(response: str, ground_truth: str) -> tuple[bool, str | None]:
     is_same_text = _compact(normalized(statement.text)) == _compact(gold)
     if is_same_text and not (ORDINAL.search(statement.text) and statement.kind != "box"):
         answer = gold  # "at least 5" is right where it is the ground truth
-    elif statement.kind == "text" and _WORDS.fullmatch(gold) and says(response, gold):
+    elif _WORDS.fullmatch(gold) and says(response if statement.kind == "text" else statement.text, gold):
         answer = gold
     elif statement.kind == "text" and not re.search(r"[\d\\+*^=]", answer or ""):
         answer = None
+    answer = answer and _with_bound_name(answer, statement.text, gold_statement.text)
     shown = statement.text if statement.kind == "box" else answer
     return answer is not None and is_right(answer, gold), shown
+
+
+def _with_bound_name(answer: str, *texts: str) -> str:
+    """Return an answer with the second text's name for the x of f(x) = ... or for what both say is an integer."""
+    names = [match[1] or match[2] for text in texts if (match := _BOUND.search(text))]
+    if len(names) < 2 or names[1] in re.sub(r"\\[a-zA-Z]+", "", answer):
+        return answer
+    return re.sub(rf"(\\[a-zA-Z]+)|{names[0]}", lambda match: match[1] or names[1], answer)
 
 
 # Each rule returns whether the answer is right, or None where it says nothing.
@@ -100,13 +110,15 @@ def _options(answer: str, gold: str) -> bool | None:
 
 
 def _negation_and_unit(answer: str, gold: str) -> bool | None:
-    """Refuse an answer that is negated where the ground truth is not, or that has another unit."""
+    """Refuse an answer that is negated where the ground truth is not; compare amounts that have different units."""
     if is_doubtful(answer) and not is_doubtful(gold):
         return False
-    if re.search(r"\d~[a-z]+~\d", answer + gold):  # 2 hours 30 minutes
-        return answer == gold
-    units = [split_unit(text)[1] for text in (answer, gold)]
-    return False if None not in units and units[0] != units[1] else None
+    (number, unit), (gold_number, gold_unit) = split_unit(answer), split_unit(gold)
+    is_an_angle = {unit, gold_unit} == {"degree", None} and "\\pi" in answer + gold and "=" not in answer
+    if unit == gold_unit or None in (unit, gold_unit) and not is_an_angle:
+        return None
+    factor, value = ratio(unit or "", gold_unit or ""), _value(re.sub(r"^\\?[a-zA-Z]\w*\s*=", "", number))
+    return None not in (factor, value) and _equal(_parsed(gold_number), [factor * value])
 
 
 def _conditions(answer: str, gold: str) -> bool | None:
@@ -182,9 +194,7 @@ def _texts(answer: str, gold: str) -> bool | None:
         return False
     if set(_PRIMED.findall(last)) != set(_PRIMED.findall(gold_last)) or answer.count(":") != gold.count(":"):
         return False
-    if _CLOCK.fullmatch(gold):
-        return False
-    if re.search(r"\d", gold) and _compact(answer).casefold() == _compact(gold).casefold():  # X is no x
+    if _CLOCK.fullmatch(gold) or re.search(r"\d", gold) and _compact(answer).casefold() == _compact(gold).casefold():
         return False
     plain = [re.sub(r"[ -]", "", text) for text in (last, gold_last)]
     is_anagram = sorted(plain[0].casefold()) == sorted(plain[1].casefold())
@@ -205,7 +215,7 @@ def _formulas(answer: str, gold: str) -> bool | None:
             return False  # 2x = 36 does not state 36
     if _equal(_parsed(gold), _parsed(answer)):
         return _sides_agree(answer)
-    if has_both_forms:  # a question that asks for a percentage has ground truths of both forms
+    if has_both_forms and not (unit and gold.startswith("0.")):  # a percentage is written in both forms, 0.08 as 8%
         return _equal(_parsed(gold_number), _parsed(number))
     if len(sides) > 1 and _NAME.fullmatch(sides[-1]) and not _NAME.fullmatch(gold):  # 5 = n
         sides = sides[::-1]
@@ -341,6 +351,7 @@ def _value(text: str) -> Any:
 
 def _sides_agree(text: str) -> bool:
     """Return whether all sides of an "=" chain that are numbers are the same number."""
+    text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?", r"\\cdot\\frac{\\pi}{180}", text) if "\\pi" in text else text
     sides = _EQUALS.split(text)
     if len(sides) < 2 or "," in text or ";" in text:
         return True

@@ -211,7 +211,7 @@ def _boxed_letters(text: str) -> set[str]:
     for box in reversed(boxes(text)):
         if letters and not BETWEEN_BOXES.fullmatch(text, box.end, next_start):
             break
-        content = without_boxes(box.content or "").strip()
+        content = re.split(r"\\(?:Longr|R|r)ightarrow|\\implies", without_boxes(box.content or ""))[-1].strip()
         if not is_asserted(text, None, box.start, box.end):
             return set()
         if _SEVERAL.fullmatch(listed := _DECORATION.sub("", content)):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 
-from grpo_mcore.environments.math.units import OTHER_SCRIPTS, split_unit, with_compounds
+from grpo_mcore.environments.math.units import COMPOUND, OTHER_SCRIPTS, as_one_unit, split_unit
 
 Match = re.Match[str]
 Spelling = tuple[str, str | Callable[[Match], str], str, str]
@@ -133,6 +133,7 @@ CHARACTERS: list[Spelling] = [
     (r"<\|begin_of_box\|>(.*?)<\|end_of_box\|>", r"\\boxed{\1}", "<|begin_of_box|>5<|end_of_box|>", r"\boxed{5}"),
     (r"([\x08\x0c\t])(?=(?:rac|inom|frac|ext|imes|heta|ar|oxed)(?:\s*\{|\s*[\d\\]))",
      lambda match: _LOST[match[1]], "\x0crac{1}{2}", r"\frac{1}{2}"),
+    (r"(\\boxed\s*\{(?:[^{}$]|\{[^{}$]*\})*)(?=(?:\$+|\\[)\]])[.\s]*\Z)", r"\1}", r"$\boxed{5$.", r"$\boxed{5}$."),
     (r"([√∛])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[a-zA-Z]))", _root, "√(x+1)", r"\sqrt{x+1}"),
     (r"(?:(\d+)\s?)?([¼½¾⅐-⅞])", _one_character_fraction, "1½", r"1\frac{1}{2}"),
     ("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+", lambda match: "^{" + match[0].translate(_RAISED) + "}", "x⁻¹", "x^{-1}"),
@@ -182,6 +183,12 @@ FORMULAS: list[Spelling] = [
      _scaled, "2.5 million", "2500000"),
     (rf"(?<![\w-])(?i:{_NUMBER})(?!\w|-(?!(?:{_PART})\b))", _spelled_number, "two thousand and one", "2001"),
     (r"\bDNE\b", "does not exist", "DNE", "does not exist"),
+    (r"^(?:[a-zA-Z] ?[=:] ?)?(?:\\(?:emptyset|varnothing)|\\\{ ?\\\})$|\bno (?:real |integer )*solutions?\b",
+     "no solution", r"\emptyset", "no solution"),
+    (r"(?i:^(?:for )?all )(?:integers (?=[k-n]\b)|real (?:numbers )?(?=[x-z]\b))(?=.*(?:[<>]|\\[lg]e))", "",
+     "all integers n > 2", "n > 2"),
+    (r"(?<=[^\s,])[\s,]*\bfor (?:all|any) (?:real |constant )?[a-z](?: ?\\in ?(?:\\mathbb ?\{?)?R\}?)?(?=$|,| and\b)",
+     "", "f(x) = 2 for all x", "f(x) = 2"),
     (r"(?<=\d )(?:(?:kilo|centi)?met(?:er|re)s?|miles?|feet|inches) per (?:hour|minute|second)\b",
      lambda match: split_unit(f"1 {match[0]}")[1] or "", "60 kilometers per hour", "60 km/h"),
     (r"\bper cent\b", "percent", "5 per cent", "5 percent"),
@@ -196,8 +203,8 @@ FORMULAS: list[Spelling] = [
      _mixed, "3 1/2", r"\frac{7}{2}"),
     (r"(?<=\d)\s*(?:\^\s*)?\{?\s*(?:st|nd|rd|th)\s*\}?$", "", r"5^{\text{th}}", "5"),
     (r"(?<=\d)(?:\\!|\{)?:(?:\\!|\})?(?=\d)|(?<=\d) to (?=\d+$)", ":", "15{:}00", "15:00"),
-    (r"(\d{1,2}:\d\d)\s*([apAP])\.?\s?[mM]\b\.?", lambda match: f"{match[1]} {match[2].lower()}m",
-     "9:30 P.M.", "9:30 pm"),
+    (r"\b0?(\d{1,2})(:\d\d)\s*([apAP])\.?\s?[mM]\b\.?",
+     lambda match: f"{int(match[1]) % 12 + 12 * (match[3] in 'pP'):02}{match[2]}", "9:30 P.M.", "21:30"),
     (r"(?<!\S)(\S+) \(\1\)$", r"\1", "fifteen (15)", "15"),
     # Operators and names as calculators and programs write them.
     (r"(?<=[\w)}])\*\*(?=[\w(-])", "^", "x**2", "x^2"),
@@ -217,7 +224,6 @@ FORMULAS: list[Spelling] = [
     (r"\(?\s*\\?[pb]?mod(?![a-zA-Z])(?:\\[,;: ]|~|\s)*\{?\s*(\d+)\s*\}?\s*\)?", r"\\mod \1", r"3\pmod{7}", r"3\mod 7"),
     (r"_\s*\{\s*(\d+)\s*\}$|_(\d+)$|[\s(]*(?:in\s)?base[\s-]*(\d+)\)?$", r"_{\1\2\3}", "101 base two", "101_{2}"),
     # Sets, intervals and vectors.
-    (r"\\varnothing", r"\\emptyset", r"\varnothing", r"\emptyset"),
     (r"\\langle(.*?)\\rangle", r"(\1)", r"\langle 1,2\rangle", "( 1,2)"),
     (r"(?<=[)\]])\s*U\s*(?=[(\[])", r" \\cup ", "(0,1) U (2,3)", r"(0,1) \cup (2,3)"),
     (rf"([(\[\]])({_BOUND});({_BOUND})(?=[)\[\]])", r"\1\2,\3", "(0;1]", "(0,1]"),
@@ -228,6 +234,7 @@ FORMULAS: list[Spelling] = [
     (rf"^(?!.*(?:[<>]|\\[lgn]e(?![a-zA-Z])))(.*[^\s~,(\\])(?:{_SPACE}|,)*\(?\s*{_INTEGER}\s*\)?$", r"\1",
      r"2k\pi\ (k\in\mathbb{Z})", r"2k\pi"),
     (r"^([-+]?\d+(?:\.\d+)?(?:\s\d+(?:\.\d+)?)+)$", lambda match: match[1].replace(" ", ", "), "1 2 3", "1, 2, 3"),
+    (COMPOUND, as_one_unit, "2 hours and 30 minutes", "150 min"),
 ]  # fmt: skip
 
 
@@ -270,4 +277,4 @@ def normalized(text: str) -> str:
     """Return an answer with its formulas in the spelling that math-verify reads."""
     for pattern, normal in _FORMULAS:
         text = pattern.sub(normal, text)
-    return with_compounds(text.strip())
+    return text.strip()

@@ -273,7 +273,7 @@ def is_asserted(text: str, introduction: str | None, start: int, end: int) -> bo
             return False
     elif _DOUBT.search(clause) or re.search(r"\b[pP]rovided\b", sentence):
         return False
-    return _TAKEN_BACK.search(text[end:]) is None
+    return not _TAKEN_BACK.search(text[end:]) or bool(re.search(r"\b(?:my|the) answer (?:still )?stands\W*\Z", text))
 
 
 def _last_boxes(text: str, boxed: list[Box], members: int) -> Statement:
@@ -411,10 +411,10 @@ def says(text: str, words: str) -> bool:
     superlative = rf"(?:^|[.!?\n,] ?|so )\W*{re.escape(words)} (?:is|has|won|wins)(?: the (?:most|\w+est)| first)\b.*\Z"
     if (named := re.search(superlative, text, re.I)) and not is_doubtful(named[0]) and not _NOT_SO_FAR.search(named[0]):
         return True
-    is_predicate = re.search(r"(?:^|\b(?:is|are|was|be|has|have|an?) )\Z", before) or words.startswith(("can", "do"))
-    return before != clause and is_predicate is not None and not is_doubtful(before)
+    is_part = re.search(r"(?:(?:\b(?:and|or)|[^\w\s]) |\S)\Z", before)  # "even and odd", "Ana < Ben", "uneven"
+    return before != clause and is_part is None and not is_doubtful(before)
 
 
 def is_doubtful(text: str) -> bool:
     """Return whether a statement is negated, or in doubt."""
-    return _DOUBT.search(text) is not None
+    return _DOUBT.search(re.sub(r"[-+*] ?\\[lc]?dots ?[-+*]", "+", text)) is not None

@@ -50,7 +50,9 @@ def test_numbers(written: str, read: str) -> None:
         ("5 cm", "5", "cm"),
         (r"5 \text{ cm}^2", "5", "cm^2"),
         ("5 cubic meters", "5", "m^3"),
-        ("20 miles per hour", "20", "mph"),
+        ("20 miles per hour", "20", "mi/h"),
+        (r"5 m\,s^{-2}", "5", "m/s^2"),
+        (r"5 J/(kg \cdot K)", "5", "J/K/kg"),
         ("9.8 m/s^2", "9.8", "m/s^2"),
         ("5m", "5m", None),  # m may be a variable
         (r"30^\circ, 60^\circ", "30, 60", "degree"),
