@@ -63,6 +63,7 @@ def ratio(unit: str, other: str) -> Any:
     """Return how many of the other unit one unit is, in sympy's numbers; None where no number relates them."""
     import sympy
     from sympy.physics import units
+
     known = vars(units) | {  # what sympy lacks, or has as something else
         "degree": sympy.pi / 180, "rad": sympy.S.One, "in": units.inch, "min": units.minute, "lb": units.pound,
         "oz": units.pound / 16, "gal": 4 * units.quart, "week": 7 * units.day, "yr": 12 * sympy.Symbol("month"),
