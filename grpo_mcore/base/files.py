@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Literal
 
 from grpo_mcore.base.clock import REAL
@@ -43,6 +44,31 @@ CRITIC = "critic"
 
 PART = "digests-*.json"
 """Pattern of the files in which processes leave the digests of what they wrote, until somebody collects them."""
+
+
+class UnusableFolder(ValueError):
+    """A folder for output that cannot be made or written."""
+
+
+def make_folder(folder: Path, key: str) -> None:
+    """Make a folder for output where there is none, and write into it. Raises UnusableFolder, which names `key`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder) as file:
+            file.write(b"0")
+    except OSError as error:
+        raise UnusableFolder(f"{key}: {folder} cannot be written: {why_unusable(folder, error)}") from error
+
+
+def why_unusable(path: Path, error: OSError) -> str:
+    """Return why a path for output cannot be written: its own reason, or the link to nothing that leads there."""
+    if link := next((above for above in (path, *path.parents) if _leads_nowhere(above)), None):
+        return f"{link} is a link to {os.readlink(link)}, which is not there (is its disk mounted?)"
+    return "it is a file, not a folder" if isinstance(error, FileExistsError) else error.strerror or str(error)
+
+
+def _leads_nowhere(path: Path) -> bool:
+    return os.path.islink(path) and not os.path.exists(path)
 
 
 def digest_of(data: bytes | memoryview) -> Digest:

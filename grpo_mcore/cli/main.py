@@ -6,6 +6,7 @@ VERBS, its `add_arguments`, its `run`).
 """
 
 import argparse
+import errno
 import io
 import logging
 import os
@@ -83,6 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     output has gone away (`grpo-mcore config X | head -1`)."""
     collect_rarely()
     _open_standard_files()
+    for name in ("COLUMNS", "LINES"):
+        if os.environ.get(name) == "0":  # of a terminal without a size, in which nothing would be shown
+            del os.environ[name]
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")  # a console that cannot show a letter ends nothing
@@ -195,13 +199,16 @@ def _guarded(verb: str, work: Callable[[], int]) -> int:
         print("\n".join([ended, *_notes(interrupt)]), file=sys.stderr)
         return getattr(interrupt, "exit_code", 130)
     except Exception as error:
+        from grpo_mcore.base.files import why_unusable
         from grpo_mcore.rollout.workers import is_fault
 
         lost = verb in RUNS and is_fault(error)
         if _is_ours(error):
             _print_error(verb, _message(error))
-        elif verb not in RUNS and isinstance(error, OSError) and error.filename is not None:  # such as of --output
-            _print_error(verb, f"{error.filename}: {error.strerror}")
+        elif isinstance(error, OSError) and error.filename and (verb not in RUNS or error.errno == errno.ENAMETOOLONG):
+            _print_error(verb, f"{error.filename}: {why_unusable(Path(error.filename), error)}")
+        elif isinstance(error, FileNotFoundError) and "temporary directory" in str(error):  # of tempfile
+            _print_error(verb, f"{error.strerror}: is the disk full? TMPDIR names another folder")
         elif lost:
             traceback.print_exception(error)
         else:

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from grpo_mcore.algorithms.evaluate import EvalError, SampleLog, TaskScore, evaluate_model, task_scores
-from grpo_mcore.base.files import DIGESTS, digest_file
+from grpo_mcore.base.files import DIGESTS, digest_file, make_folder
 from grpo_mcore.driver.checkpoints.lease import Lease
 from grpo_mcore.observe import write_summary
 from grpo_mcore.recipe import MasterConfig, scoring_settings, without_secrets
@@ -44,7 +44,7 @@ def evaluate(config: MasterConfig, models: Sequence[str]) -> EvalReport:
     if not config.data.validation:
         raise EvalError("data.validation is empty: there is nothing to evaluate on")
     folder = Path(config.eval.save_path)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, "eval.save_path")
     sources = models_by_name(models or [config.policy.model_name])
     with Lease(folder, key="eval.save_path"):
         _check_settings(folder, config, sources)

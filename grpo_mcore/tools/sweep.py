@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_mcore.base.files import make_folder
 from grpo_mcore.observe.band import MIN_SEEDS, Band, make_band
 from grpo_mcore.observe.run_folder import read_object
 from grpo_mcore.recipe import Algorithm, Recipe, RecipeError, algorithm_of, load_recipe
@@ -139,7 +140,7 @@ def claim_folder(folder: Path, recipe: str, runs: Sequence[SweepRun]) -> None:
                 f"{folder} holds another sweep, of {held.get('recipe')} with {difference}; choose another --folder"
             )
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, "--folder")
     file.write_text(json.dumps(sweep, indent=1), encoding="utf-8")
 
 

@@ -18,10 +18,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print what became of the prompts, and each flaw. Return 1 if there is a flaw, else 0."""
     from grpo_mcore.observe import audit, read_ledger
-    from grpo_mcore.tools.report.run_files import find_ledger
+    from grpo_mcore.tools.report.run_files import NoRun, find_ledger
 
     path = find_ledger(Path(args.run))
-    checked = audit(read_ledger(path))
+    if not (entries := read_ledger(path)):
+        raise NoRun(f"{path} is empty: no run has begun in it")
+    checked = audit(entries)
     void = f"; void entries, later than the checkpoint resumed from: {checked.void}" if checked.void else ""
     print(f"{path}: {checked.steps} steps; resumes: {checked.starts - 1}{void}")
     for fate, count in checked.fates.items():

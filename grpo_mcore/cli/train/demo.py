@@ -64,12 +64,14 @@ def no_demo(recipe: str, *, quick: bool) -> str | None:
 
 def _begin(folder: Path, held: ExitStack) -> None:
     """Delete the folder, make it anew, and hold it. Raises FolderInUse where another demo, or a run, is in there."""
+    from grpo_mcore.base.files import make_folder
     from grpo_mcore.driver.checkpoints.lease import LEASE_FILE, Lease, dead_holder
 
     key = "the demo replaces everything in its folder, and"
     for file in folder.glob(f"**/{LEASE_FILE}"):
         dead_holder(file.parent, key=key)
     shutil.rmtree(folder, ignore_errors=True)
+    make_folder(folder, "the demo's folder")
     held.enter_context(Lease(folder, key=key))
 
 

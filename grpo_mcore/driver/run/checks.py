@@ -13,11 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import torch
 
+from grpo_mcore.base.files import make_folder
 from grpo_mcore.base.processor import SLOW_BFLOAT16, lacks_bfloat16
 from grpo_mcore.driver.checkpoints.checkpoint_files import saved_recipe
 from grpo_mcore.families import (
@@ -475,22 +475,16 @@ def warn_of_schedule(config: MasterConfig, algorithm: Algorithm, batches: int | 
 
 
 def check_writable(config: MasterConfig, log_run: str | None = None, *, keep: bool = True) -> None:
-    """Make the folders of logs and checkpoints, and raise SetupError for one that cannot be written. `log_run`: the
-    folder in logger.log_dir in which a resumed run goes on, whose files may be another user's. Without `keep`, folders
-    that did not exist before are removed again."""
+    """Make the folders of logs and checkpoints. `log_run`: the folder in logger.log_dir in which a resumed run goes on,
+    whose files may be another user's. Without `keep`, folders that did not exist before are removed again. Raises
+    UnusableFolder and SetupError."""
     folders = {"logger.log_dir": config.logger.log_dir}
     if config.checkpointing.enabled:
         folders["checkpointing.checkpoint_dir"] = config.checkpointing.checkpoint_dir
     made = [] if keep else [path for name in folders.values() for path in _missing(Path(name))]
     for key, folder in folders.items():
         try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            with TemporaryFile(dir=folder) as file:
-                file.write(b"0")
-        except FileExistsError as error:
-            raise SetupError(f"{key}: {folder} is no folder, but a file, or a link to nothing") from error
-        except OSError as error:
-            raise SetupError(f"{key}: {folder} cannot be written: {error.strerror or error}") from error
+            make_folder(Path(folder), key)
         finally:
             for path in made:
                 with suppress(OSError):  # another process has written into it

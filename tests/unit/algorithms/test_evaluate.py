@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from grpo_mcore.algorithms.evaluate import EvalError, Sample, SampleLog, task_scores
+from grpo_mcore.base.files import UnusableFolder
 from grpo_mcore.driver.checkpoints.lease import FolderInUse, Lease
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.tools.evaluation import _check_settings, evaluate, report_table
@@ -67,6 +68,10 @@ def test_two_evaluations_do_not_write_into_one_folder(tmp_path: Path) -> None:
     with Lease(tmp_path), pytest.raises(FolderInUse, match=rf"eval.save_path {tmp_path} is in use by process"):
         evaluate(config, [])
     assert not list(tmp_path.iterdir())
+    (tmp_path / "link").symlink_to(tmp_path / "away")
+    config.eval.save_path = str(tmp_path / "link" / "x")
+    with pytest.raises(UnusableFolder, match=r"eval.save_path: .*/link is a link to .*away, which is not there"):
+        evaluate(config, [])
 
 
 def test_scores_of_each_model_and_task_do_not_depend_on_the_order_of_the_lines() -> None:

@@ -12,7 +12,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from grpo_mcore.cli.main import main
+from grpo_mcore.cli.main import guarded, main
 from grpo_mcore.driver.run import setup
 from grpo_mcore.families import FamilyError, params_of, shape_of
 from grpo_mcore.tools.demo.arithmetic import make_tokenizer
@@ -61,6 +61,8 @@ def refuse(
     Path("model").mkdir()
     Path("model/config.json").write_text(json.dumps(CONFIG))
     Path("data.jsonl").write_text('{"input": "1+1=", "output": "2"}\n' * 8)
+    Path("away").symlink_to("/no/disk")
+    Path("empty.jsonl").touch()
     recipe = {
         "policy": {"model_name": "model", "tokenizer": {"name": str(tokenizer)}, "train_global_batch_size": 16,
                    "megatron_cfg": {"scheduler": {"lr_warmup_iters": 0}}},
@@ -173,7 +175,9 @@ def test_a_check_leaves_no_folder_behind(refuse: Refuse) -> None:
          "the dataset has 8 usable prompts, fewer than one batch of 16"),
         (["logger.log_dir=data.jsonl/logs"], "logger.log_dir: data.jsonl/logs cannot be written: Not a directory"),
         (["checkpointing.checkpoint_dir=data.jsonl"],
-         "checkpointing.checkpoint_dir: data.jsonl is no folder, but a file, or a link to nothing"),
+         "checkpointing.checkpoint_dir: data.jsonl cannot be written: it is a file, not a folder"),
+        (["logger.log_dir=away/logs"],
+         "logger.log_dir: away/logs cannot be written: away is a link to /no/disk, which is not there (is its disk "),
         (["checkpointing.checkpoint_dir=/"],
          "checkpointing.checkpoint_dir: / is no folder for checkpoints; name one of their own"),
         (["checkpointing.metric_name=val:nope"],
@@ -296,6 +300,11 @@ def test_a_model_config_that_lacks_a_key(refuse: Refuse, lost: str) -> None:
         ("replay nope --step 1", "nope holds no run"),
         ("replay nope", "the following arguments are required: --step"),
         ("ledger .", "there is no ledger.jsonl; give a run's log folder, or its folder of checkpoints"),
+        ("ledger empty.jsonl", "empty.jsonl is empty: no run has begun in it"),
+        (
+            "sweep r.yaml grpo.seed=1,2 --folder away/s",
+            "--folder: away/s cannot be written: away is a link to /no/disk",
+        ),
         ("parity nope", "nope holds no config.json"),
         ("parity model --layouts XY3", "is not one of TP, PP, VPP, CP, DP, EP, ETP with a number"),
         ("trian r.yaml", "there is no command 'trian'; nearest: train"),
@@ -311,6 +320,28 @@ def test_typical_mistakes_of_every_verb(
     out, err = capsys.readouterr()
     assert code and message in err and "Traceback" not in out + err, err
     assert sum(line.startswith("grpo-mcore") for line in err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("verb", "error", "message"),
+    [
+        (
+            "sweep",
+            FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"),
+            "found in ['/tmp']: is the ",
+        ),
+        ("train", OSError(36, "File name too long", "n" * 300), "nn: File name too long"),
+        ("report", FileExistsError(17, "File exists", "away"), "away: away is a link to /no/disk, which is not there"),
+    ],
+)
+def test_a_disk_that_takes_no_file_is_named(
+    refuse: Refuse, capsys: pytest.CaptureFixture[str], verb: str, error: OSError, message: str
+) -> None:
+    def full() -> int:
+        raise error
+
+    assert guarded(verb, full) == 1
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

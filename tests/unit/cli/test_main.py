@@ -1,5 +1,6 @@
 import argparse
 import gc
+import os
 import subprocess
 import sys
 import types
@@ -122,6 +123,14 @@ def test_version_and_help(capsys) -> None:
         with pytest.raises(SystemExit) as exit:
             command.main([option])
         assert exit.value.code == 0 and text in capsys.readouterr().out
+
+
+def test_a_terminal_without_a_size_has_no_size(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    monkeypatch.setenv("LINES", "0")
+    with pytest.raises(SystemExit):
+        command.main(["--version"])
+    assert not {"COLUMNS", "LINES"} & set(os.environ)
 
 
 def test_config_prints_the_recipe(tmp_path, monkeypatch, capsys) -> None:
