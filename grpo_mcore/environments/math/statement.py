@@ -31,7 +31,7 @@ _BEHIND_A_BOX = re.compile(r"[ \t$]*(?:\\\)|\\\])?(\s*(?:_\{?\d+\}?|\\?%|percent
 # A box that is part of a formula, as in "-\boxed{5}" and "\boxed{5} + C"; "2 + \boxed{5} = 7" fills a gap.
 _FORMULA_BEFORE = re.compile(r"(?:\d|-|\w\s*[*/^<>]\s*|[\d)}=]\s*[-+]\s+|\\(?:times|cdot|[lg]eq?)\s*)(?<!=>)(?<!=> )\Z")
 _FORMULA_BEHIND = re.compile(
-    r"\s*(?:\^(?!\s*\{?\s*\\circ)|\\pm|/\s*\d|(?:[-+*]|\\times|\\cdot)\s*(?:[\d\\(]|[a-zA-Z]\b))"
+    r"\s*(?:\^(?!\s*\{?\s*\\circ)|\\pm(?!od)|/\s*\d|(?:[-+*]|\\times|\\cdot)\s*(?:[\d\\(]|[a-zA-Z]\b))"
 )
 _CASE = re.compile(r"(?:\A|[.;,\n])\W*(?:if|when|for)\b[^.;\n]*\Z", re.IGNORECASE)
 _LIMITED = re.compile(r"[^.,;!?]*\b(?:if|unless|otherwise|bound|at (?:least|most)|or (?:more|less|fewer))\b")
@@ -101,7 +101,7 @@ _DENIED = rf"(?:not|false|mistaken|invalid|{_REFUSED}|(?:a|an|my|the) (?:mistake
 # What a response says behind its answer where it takes it back: "No, that fails.", "Wait ...", "which is false".
 _TAKEN_BACK = re.compile(
     rf"(?:^|[.!?:;,(\n—–-])[\W_]*(?:(?:no,? )?wait|hold on|edit\b|though|nope|hmm+|oops|sorry|correction|actually|"
-    rf"scratch that|on second thought|just kidding|or rather|i disagree|i (?:made|was)|let me (?:re|correct|fix|try)|"
+    rf"wrong\b|scratch that|on second thought|just kidding|or rather|i disagree|i (?:made|was)|let me (?:re|correct|fix|try)|"
     rf"(?:but|however,?) (?:that|this|it|i|the|he|she|they)\b|(?<!^)(?:no|nein|non)(?=\s*[,.;:!—–]))|"
     rf"(?:^(?:\W*|[ $]*\w+ )|\b(?:this|that|which|it|he|she|they|book|answer|result|value)\s+)"
     rf"(?:is|are|was|were|ist|est|es)\s+{_DENIED}|"
@@ -126,6 +126,11 @@ _DOUBT = re.compile(
     r"könnte|pourrait|podría|vielleicht|nicht|kein|pas|non|não|не|niet|inte|nie)\b|\bmay\b|"
     r"n't\b|\?|\\(?:ne|not|[lc]?dots)(?![a-zA-Z])|\.\.\.|[不没沒非未吗]|ではな|ではあ|じゃな|아니|아닙|않|至少|至多|最多|最少|"
     r"大于|小于|多于|少于|超过|超過|可能|也许|以上|以下|이상|이하|초과|미만|보다|(?<=\d) ?[的の]"
+)
+# A denial or a doubt that is about the box behind it; that of "the number that are not prime is \boxed{5}" is not.
+_DENIED_BOX = re.compile(
+    r"(?:\b(?i:not|never|cannot|neither|nor|no)\b|n't\b)(?!.*\b(?:is|are|was|were|equals?|gives?|so)\b)|[不没沒非未吗]|"
+    r"\b(?i:maybe|perhaps|possibly|might|could|guess|whether|unless|your|tried|otherwise|wrong|incorrect)\b"
 )
 _CLAUSE = re.compile(
     r"(?<=\w):\s+|[,;:]\s+(?!(?:and|or)\b(?!\s(?:not|it)\b))(?=i\.e|[^\W\d_A-Z]{2}|\S+ (?:more|fewer|less|of) )|"
@@ -271,7 +276,7 @@ def is_asserted(text: str, introduction: str | None, start: int, end: int) -> bo
         words |= set(re.findall(r"[\u4e00-\u9fff]", sentence)) - _HAN_OF_AN_ASSERTION
         if words - _OF_AN_ASSERTION or _CONDITION.search(sentence) or re.search('["“”„«»]', clause):
             return False
-    elif _DOUBT.search(clause) or re.search(r"\b[pP]rovided\b", sentence):
+    elif _DENIED_BOX.search(clause) or re.search(r"\b[pP]rovided\b", sentence):
         return False
     return not _TAKEN_BACK.search(text[end:]) or bool(re.search(r"\b(?:my|the) answer (?:still )?stands\W*\Z", text))
 
