@@ -26,7 +26,7 @@ _NO_NOUN = _PREPOSITIONS | _CLOSED | _COPULAS
 # What may stand between a verb and the number that it governs.
 _FILLERS = set(
     "the only just now also still thus therefore hence indeed equal number value integer answer result total each all "
-    "both already always us him her them me you my this these those it they other another some additional further "
+    "both already always us him her them me you my this these those it they other another some additional further dus ihre seine "
     "together altogether instead again namely then so length donc also quindi exactly precisely simply finally "
     "clearly consequently accordingly certainly actually definitely about approximately roughly around".split()
 )
@@ -34,7 +34,7 @@ _FILLERS = set(
 _YIELDS = re.compile(
     r"equals?|gives?|gave|giving|yields?|gets?|got|obtain(?:ed)?|finds?|found|ha[sd]|have|having|mak(?:es?|ing)|made|"
     r"becomes?|became|totals|leav(?:es?|ing)|left|need(?:s|ed)?|pa(?:ys?|id)|costs?|takes?|took|spent|reach(?:es|ed)?|"
-    r"scored|measures|vaut|reste|bleib(?:en|t)|quedan?|hat|ont|tienen?|beträgt|gilt|lautet|осталось|равн[ао]|что"
+    r"scored|measures?|reads?|vaut|reste|bleib(?:en|t)|quedan?|hat|ont|tienen?|beträgt|gilt|lautet|осталось|равн[ао]|что"
 )
 # Words of arithmetic, of trial and of measure: the number beside one is not the value of what the clause is about.
 _CHANGES = re.compile(
@@ -52,8 +52,8 @@ _MODAL = re.compile(r"ha[sd]|have|need(?:s|ed)?|able|manage[sd]?|going|ought|use
 _ABOUT = re.compile(r"\b(?:about|approximately|roughly|around)\b|[约約]|大概|接近")
 _NOT_ENGLISH = set("ist sind est es son sono è é são hay ont tienen hat haben reste quedan il la le el der die".split())
 # With one of these a word of Chinese, Japanese or Korean states the number behind it; 接近 and 约 do not.
-_BEFORE_A_NUMBER = set("要多少有用剩是为為有于於共计計得到即成案值はがも은는이가")
-_SHORT_WORDS = {word for word in _NO_NOUN | _FILLERS if len(word) < 3} - {"i", "am"} | {"up", "un"}
+_BEFORE_A_NUMBER = set("要多少有用剩了で是为為有于於共计計得到即成案值はがも은는이가")
+_SHORT_WORDS = {word for word in _NO_NOUN | _FILLERS if len(word) < 3} - {"i", "am"} | {"up", "un", "le", "la"}
 _LISTED = {"and": ",", "和": ",", "と": ",", "와": ",", "과": ","}
 _LISTED |= dict.fromkeys(("or", "或", "または", "또는", "oder", "ou", "o", "или"), " or")
 
@@ -195,7 +195,7 @@ class Clause:
                 word in ("for", "to", "with", "into", "at") and is_counted
                 or word == "by" and not _CHANGES.fullmatch(before)
                 or word in ("in", "after", "year") and re.fullmatch(time, behind or formula)
-                or word in ("at", "on") and re.search(r"=|\d:\d\d|^[(\[]", formula)
+                or word in ("at", "on") and re.search(r"[<=>]|\d:\d\d|^[(\[]", formula)
                 or word == "with" and re.search(r"\\[lg]e|[<>]", formula)
             )  # fmt: skip
             return "given" if is_given and not any(map(_COMBINES.match, words[:head])) else ""

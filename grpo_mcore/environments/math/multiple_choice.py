@@ -72,7 +72,7 @@ _AT_END = (
 )
 _SO_IS = (
     r"(?:\b(?i:choose|pick|select|say|go(?:ing)? with|it['’]?s|(?:it|which) is|must be|should be|leaves|"
-    r"correspond(?:s|ing)|match(?:es|ing)?|answer to|so|therefore|thus|hence|daher|donc|only)[\s,:]+(?:to\s|with\s)?|"
+    r"correspond(?:s|ing)|match(?:es|ing)?|answer to|under|so|therefore|thus|hence|daher|donc|only)[\s,:]+(?:to\s|with\s)?|"
     r"(?<![不别])[选選][择擇]?\s*)"
 )
 
@@ -200,7 +200,7 @@ def _last_letter(patterns: _Patterns, text: str) -> str | None:
         return _latin(stated[-1][kind]) if is_certain else None
     if boxed := _boxed_letters(text):
         return boxed.pop() if len(boxed) == 1 else None
-    if (alone := _ONLY_LETTER.fullmatch(text.strip())) is not None:
+    if (alone := _ONLY_LETTER.fullmatch(re.split(r"\n\s*\n", text.strip())[-1].strip())) is not None:
         return _latin(alone[1])
     return _picked(patterns.picked, text) or _option_alone(text)
 

@@ -40,7 +40,7 @@ _OR = re.compile(
     r"\\(?:lor|vee)(?![a-zA-Z])|或者?)\s*"
 )
 _ANSWER_WORD = re.compile(
-    r"(?:\banswer's(?= [-$\d\\])|\b(?:answers?|antwort|réponse|respuesta)\b[^\n.:=\\$]{0,60}?"
+    r"(?:\banswer's(?= [-$\d\\])|\b(?:answers?|antwort|antwoord|réponse|respuesta)\b[^\n.:=\\$]{0,60}?"
     r"(?:\b(?:is|are|equals|be|ist|lautet|est|es)\b|[:=→⇒]|\s[-–—](?=\s))|"
     r"^[^\w\n]*(?:final )?answer(?:[^\w\n]*$| (?=[-$\d]))|####|"
     r"(?:答案|答え|正解|정답|답)[\s*]*(?:就?是|[为為]|は|은|는)?)[\s:*_=]*",
@@ -55,7 +55,7 @@ _OF_AN_ASSERTION = set(
     "so then thus hence therefore and but however now finally overall ultimately consequently in conclusion summary "
     "short as expected required claimed computed shown above before indeed total the our my this a final correct right "
     "best required desired requested needed exact numerical simplified complete that is means gives we i it get have "
-    "find found see conclude obtain say think believe only clearly obviously definitely d ll s am m confident sure "
+    "find found see change conclude obtain say think believe only clearly obviously definitely d ll s am m confident sure "
     "certain convinced you re looking for follows know can must answer option choice letter key let me to question "
     "problem exercise task puzzle be are equals would should will been het il o der die das lautet also daher somit "
     "deshalb damit ist richtige korrekte endgültige la le les el los donc ainsi alors bonne correcte correcta bonnes "
@@ -64,7 +64,7 @@ _OF_AN_ASSERTION = set(
 _CONDITION = re.compile(
     r"\b(?:if|unless|suppose|assum\w+|let(?! me\b)|were|when|whether|provided|according|"
     r"imagine|pretend|for (?:instance|example|\$?[a-z] ?=)|wenn|falls|angenommen|"
-    r"si|supposons|supongamos)\b",
+    r"si|supposons|supongamos)\b|如果|假[如设]|[若当]",
     re.IGNORECASE,
 )
 _HAN_OF_AN_ASSERTION = set(
@@ -79,7 +79,7 @@ _NO_ANSWER = re.compile(
 _DISPLAYED = re.compile(r"\\begin\s*\{(\w+\*?)\}.*?\\end\s*\{\1\}|\$\$.*?\$\$|\\\[.*?\\\]", re.DOTALL)
 _END_OF_DISPLAY = re.compile(r"(?<!\\)[.,;]\s*(?=(?:\$\$|\\\]|\\end\s*\{\w+\*?\})\Z)")
 _CHECK = re.compile(
-    r"(?<=\S)\s*\n\W*(?:verification|check|to (?:verify|check)|explanation|reason(?:ing)?|why|proof)\b"
+    r"(?<=\S)(?:\s*\n\W*|;\s)(?:verification|check|to (?:verify|check)|explanation|reason(?:ing)?|why|proof)\b"
     r".*?(?=\n\s*\n|\Z)",
     re.IGNORECASE | re.DOTALL,
 )
@@ -95,7 +95,7 @@ _COURTESY = re.compile(
     r"[^\n]*\Z",
     re.IGNORECASE,
 )
-_CONCLUSION = re.compile(r"[,:;]\s|\b(?:so|hence|thus|therefore|and)\s", re.IGNORECASE)
+_CONCLUSION = re.compile(r"[,:;]\s|[，：；]|\b(?:so|hence|thus|therefore|and)\s", re.IGNORECASE)
 _REFUSED = "wrong|incorrect|rejected|discarded|extraneous|impossible"
 _DENIED = rf"(?:not|false|mistaken|invalid|{_REFUSED}|(?:a|an|my|the) (?:mistake|error)|falsch|fausse?|falsa|falso)\b"
 # What a response says behind its answer where it takes it back: "No, that fails.", "Wait ...", "which is false".
@@ -118,19 +118,19 @@ _CORRECTED = re.compile(
 )
 # A denial or a doubt: no answer is read from a clause with one of these.
 _DOUBT = re.compile(
-    rf"\A(?:[Ii]nitially|[Oo]riginally|[Ss]o far)\b|\b(?i:not|no|never|neither|nor|cannot|can be|fails?|failed|without|"
+    rf"\A(?:[Ii]nitially|[Oo]riginally|[Ss]o far)\b|\b(?i:not|no|never|neither|nor|cannot|can be(?! \w+ in\b)|fails?|failed|without|"
     rf"maybe|perhaps|possibly|might|could|guess|bound|hoped|tried|at first|1 of (?:the|these|those)|counterexample|"
     rf"let(?! me\b|'s)|ends? in|estimates?|depends?|doubt|{_REFUSED}|your|assume|suppose|whether|if|unless|unknown|"
     r"unclear|otherwise|thinks|believes|claims|says|too (?:much|many|large|big|small|high|low)|"
-    r"except|give or take|note|recall|want|prove|"
+    r"except|give or take|note|recall|want(?! (?:is|are)\b)|prove|"
     r"könnte|pourrait|podría|vielleicht|nicht|kein|pas|non|não|не|niet|inte|nie)\b|\bmay\b|"
-    r"n't\b|\?|\\(?:ne|not|[lc]?dots)(?![a-zA-Z])|\.\.\.|[不没沒非未吗]|ではな|ではあ|じゃな|아니|아닙|않|至少|至多|最多|最少|"
+    r"n't\b|\?|\\[lc]?dots(?![a-zA-Z])|\.\.\.|[不没沒非未吗]|ではな|ではあ|じゃな|아니|아닙|않|至少|至多|最多|最少|"
     r"大于|小于|多于|少于|超过|超過|可能|也许|以上|以下|이상|이하|초과|미만|보다|(?<=\d) ?[的の]"
 )
 # A denial or a doubt that is about the box behind it; that of "the number that are not prime is \boxed{5}" is not.
 _DENIED_BOX = re.compile(
-    r"(?:\b(?i:not|never|cannot|neither|nor|no)\b|n't\b)(?!.*\b(?:is|are|was|were|equals?|gives?|so)\b)|[不没沒非未吗]|"
-    r"\b(?i:maybe|perhaps|possibly|might|could|guess|whether|unless|your|tried|otherwise|wrong|incorrect)\b"
+    r"(?:\b(?i:not|never|cannot|neither|nor|no|might|could)\b|n't\b)(?!.*\b(?:is|are|was|were|equals?|gives?|so)\b)|[不没沒非未吗]|"
+    r"\b(?i:maybe|perhaps|possibly|guess|whether|unless|your|tried|otherwise|wrong|incorrect)\b"
 )
 _CLAUSE = re.compile(
     r"(?<=\w):\s+|[,;:]\s+(?!(?:and|or)\b(?!\s(?:not|it)\b))(?=i\.e|[^\W\d_A-Z]{2}|\S+ (?:more|fewer|less|of) )|"
@@ -142,13 +142,14 @@ _ASIDE = re.compile(
     r"(?:who(?:m|se)?|because|since|as|with(?! an? (?:total|sum))|including|like|unlike|compared|the same|twice|not|"
     r"and not|(?:even )?though|although|while|whereas|despite|given|now that|about|approximately|roughly|"
     r"\$?\d+ (?:more|fewer|less) than|\d+ of (?:them|whom|which) \w+|"
-    r"which (?:(?:is|are|was|were)\b(?! \S+$)|(?!(?:gives?|means?|makes?|leaves?|yields?|equals?|shows?|implies|tells|"
-    r".* is|.* are)\b)\w+)|"
+    r"which (?!(?:is|are|was|were) \\?\$?-?[\d\\]\S*(?: [a-z]+)?$)(?:(?:is|are|was|were)\b|(?!(?:gives?|means?|makes?|leaves?|yields?|equals?|shows?|implies|tells|"
+    r".* is|.* are)\b)\w+)|weil|denn|parce|car|porque|protože|omdat|"
     r"where(?= \S+ (?:is|are|=|denotes)\b)|rather than|instead of|"
     r"(?:and )?it (?:occurs|happens)|attained|achieved|reached)\b"
 )
 _REMARK = re.compile(r"\s(?:\((?=[^()]*(?<![\\a-zA-Z])[^\W\d_]{3})([^()]*)\)|[—–-] (?=which)([^—–]*) [—–-](?= ))")
 _DENIES_OTHERS = re.compile(rf"\s\((?:the other [^()\d]*)?\$?-?\d[^()]*\b(?:fails?|too|not|{_REFUSED})\b")
+_NAMED_TERMS = re.compile(r"^.* [-+*] [A-Za-z]+(?: [a-z]+)* \\?\$?[\d.]+ = (?=\\?\$?[\d.]+ )")
 _ARTICLE = re.compile(r"\b[aA]n? (?!and\b|or\b)(?=[^\W\d_]{2}|\d)")
 _OPENING = re.compile(
     r"^(?:(?:in (?:conclusion|summary|short|total|all|the end)|finally|overall|to (?:summarize|conclude)),?|"
@@ -156,8 +157,9 @@ _OPENING = re.compile(
     r"if(?=[^,]*\d)(?!.*\b(?:would|could|might)\b)|[a-z]+ing)\s(?:[^\\,=]|,(?=\d))+,(?: then)?)\s",
     re.IGNORECASE,
 )
+_NO_SOLUTION = re.compile(r"\b(no|infinitely many) (?:integer |real )?solutions?$")
 _YES_OR_NO = re.compile(
-    r"(?:\A|[.!?\n]\s*|\b(?:so|hence|thus|therefore),? )(yes|no),(?!.*\b(?:yes|no|but)\b)(?:[^.!?]|\.\d)*[.!]?\Z", re.I
+    r"(?:\A|[.!?\n]\s*|,\s|\b(?:so|hence|thus|therefore),? )[*_]*(yes|no)[*_]*,(?!.*\b(?:yes|no|but)\b)(?:[^.!?]|\.\d)*[.!]?\Z", re.I
 )
 _IMPLIES = re.compile(r"=>|[∴⇒⟹→⇔]|\\(?:implies|(?:Long)?[rR]ightarrow|iff|therefore)(?![a-zA-Z])")
 _NTH = re.compile(r"\$?\d+(?:[\^{}\\$]|text)*(?:st|nd|rd|th)\b[}$]*(?= [a-z])")
@@ -171,9 +173,10 @@ _AMOUNT_OF = re.compile(
     r"one|difference)[a-z]+ of (?=\D?\d|\\)"
 )
 _COMES_TO = re.compile(
-    r"\b(?:consist[a-z]* of|(?:com(?:e|ing)|add|sum|turn|boil|work|amount|evaluat|simplif|converg|diverg|tend|reduc)"
-    r"(?:e?s|ies|ed)? (?:(?:out|up|down) )?to(?: be)?|arrives? at|left with|results? in|"
-    r"(?:is|are) (?:given|described) by|(?:est|es|è) d[ei]|I(?:'d| would) say)\b"
+    r"\b(?:consist[a-z]* of|(?:com(?:e|ing)|add|sum|turn|boil|work|amount|evaluat|simplif|converg|diverg|tend|reduc|bring|lead)"
+    r"(?:e?s|ies|ed)?(?: us)? (?:(?:out|up|down) )?to(?: be)?|arrives? at|left with|results? in|"
+    r"(?:is|are) (?:given|described) by|(?:est|es|è)(?: donc)? d[ei]|I(?:'d| would) say|that(?:'s| is) to say,?|"
+    r"(?:exactly|precisely|if and only) (?:for|when|if|at)(?: all| every)?|, written)\b"
 )
 # "must draw at least 5", "at most 5 can be bought": the least of what is needed is what one needs.
 _NEEDED = re.compile(
@@ -273,7 +276,7 @@ def is_asserted(text: str, introduction: str | None, start: int, end: int) -> bo
     clause = re.sub(r"\\[a-zA-Z]+", "", _CONCLUSION.split(sentence)[-1])
     if introduction is not None:
         words = set(re.findall(r"[a-zà-ÿ]+", (clause + introduction).lower())) - _ANSWER
-        words |= set(re.findall(r"[\u4e00-\u9fff]", sentence)) - _HAN_OF_AN_ASSERTION
+        words |= set(re.findall(r"[\u4e00-\u9fff]", clause)) - _HAN_OF_AN_ASSERTION
         if words - _OF_AN_ASSERTION or _CONDITION.search(sentence) or re.search('["“”„«»]', clause):
             return False
     elif _DENIED_BOX.search(clause) or re.search(r"\b[pP]rovided\b", sentence):
@@ -314,7 +317,7 @@ def _last_sentence(text: str) -> str:
     if _LIST_ITEM.search(text):
         return ""
     text = _CHECK.sub(lambda match: match[0] if _TAKEN_BACK.search(match[0]) else "", text)
-    sentences = [part.strip() for part in re.split(r"(?<=[.!?])\s+|\n", text) if part.strip()]
+    sentences = [part.strip() for part in re.split(r"(?<=[.!?])\s+(?!= )|\n", text) if part.strip()]
     if any(_NO_ANSWER.search(sentence) for sentence in sentences):
         return ""
     if sentences and is_cut_off(sentences[-1]):
@@ -336,7 +339,7 @@ def stated_formula(statement: Statement) -> str | None:
     """Return the formula that a statement gives, with its unit, or its words where it has no formula; None where it
     gives none, or not for certain."""
     written = _NTH.sub("nth", statement.text)
-    text = normalized(re.sub(r"^#+ |^> (?=\*)|(?<!\\right)(?<!\.)\.$|[,;]+$", "", written.strip()))
+    text = normalized(re.sub(r"^#+ |^> (?=\*)|^\\\[|\\\]$|(?<!\\right)(?<!\.)\.$|[,;]+$", "", written.strip()))
     text = _COMES_TO.sub("is", _IN_ALL.sub("altogether", _OPENING.sub("", text)))
     text = _ARTICLE.sub("the ", _AMOUNT_OF.sub("", _NEEDED.sub(r"\1", text)))
     links = _IMPLIES.split(text)
@@ -352,12 +355,13 @@ def stated_formula(statement: Statement) -> str | None:
         return text
     if ORDINAL.search(written) or statement.kind == "text" and _ABOUT_THE_ANSWER.search(text):
         return None
+    text = re.sub(r"\\\{.*?\\\}", lambda match: match[0].replace(" ", "~"), text)
     remarks = [match[0] for match in _REMARK.finditer(text)]
     denied = [remark for remark in remarks if _DENIES_OTHERS.match(remark)]
     remarks = [remark for remark in remarks if remark not in denied]
     if any(_OR.search(remark) or _DOUBT.search(remark) for remark in remarks):
         return None
-    text = _REMARK.sub("", text)
+    text = _NAMED_TERMS.sub("", _REMARK.sub("", text))
     head, _, details = text.partition(": ")
     if (
         sum(map(is_formula, details.split())) > 1
@@ -379,7 +383,7 @@ def stated_formula(statement: Statement) -> str | None:
     if any(map(changes_value, clauses[clauses.index(stating[0]) + 1 :])):
         return None
     formula = Clause(stating[0]).formula()
-    return None if formula is None or any(formula in remark for remark in denied) else normalized(formula)
+    return None if formula is None or any(formula in remark for remark in denied) else normalized(formula.replace("~", " "))
 
 
 def repeated_result(text: str) -> str | None:
@@ -411,9 +415,9 @@ def says(text: str, words: str) -> bool:
     first = _YES_OR_NO.search(text)
     if first is not None:
         return first[1].casefold() == words.casefold()
-    clause = clause if words.endswith("s") else clause.removesuffix(" solutions").removesuffix(" there")
-    before = clause.removesuffix(words.casefold())
-    superlative = rf"(?:^|[.!?\n,] ?|so )\W*{re.escape(words)} (?:is|has|won|wins)(?: the (?:most|\w+est)| first)\b.*\Z"
+    clause, words = (_NO_SOLUTION.sub(r"\1", text.removesuffix(" there")) for text in (clause, words.casefold()))
+    before = clause.removesuffix(words)
+    superlative = rf"(?:^|[.!?\n,] ?|so )\W*{re.escape(words)} \w+ (?:the )?(?:most|first|\w+est|(?:more|\w+er)(?! \w* ?than))\b.*\Z"
     if (named := re.search(superlative, text, re.I)) and not is_doubtful(named[0]) and not _NOT_SO_FAR.search(named[0]):
         return True
     is_part = re.search(r"(?:(?:\b(?:and|or)|[^\w\s]) |\S)\Z", before)  # "even and odd", "Ana < Ben", "uneven"
