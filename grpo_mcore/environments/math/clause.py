@@ -50,7 +50,7 @@ _BEHIND = set("left remaining back altogether together overall total exactly eac
 _UNIT = re.compile(r"(?:[mck]m|kg|mg|ml|m[Ll]|ft|lbs?|oz|yd|hrs?)[.,;]?")
 _MODAL = re.compile(r"ha[sd]|have|need(?:s|ed)?|able|manage[sd]?|going|ought|used|required")
 _ABOUT = re.compile(r"\b(?:about|approximately|roughly|around)\b|[约約]|大概|接近")
-_NOT_ENGLISH = set("ist sind est es son sono è é são hay ont tienen hat haben reste quedan il la le el der die".split())
+_NOT_ENGLISH = set("dus ist sind est es son sono è é são hay ont tienen hat haben reste quedan il la le el der die".split())
 # With one of these a word of Chinese, Japanese or Korean states the number behind it; 接近 and 约 do not.
 _BEFORE_A_NUMBER = set("要多少有用剩了で是为為有于於共计計得到即成案值はがも은는이가")
 _SHORT_WORDS = {word for word in _NO_NOUN | _FILLERS if len(word) < 3} - {"i", "am"} | {"up", "un", "le", "la"}
@@ -61,7 +61,7 @@ _LISTED |= dict.fromkeys(("or", "或", "または", "또는", "oder", "ou", "o",
 def is_formula(token: str) -> bool:
     """Return whether a token between spaces is part of a formula instead of a word."""
     if re.search(r"[\d\\]", token):
-        return True
+        return not re.fullmatch(r"\d+-[a-z]{2,}(?:-[a-z]+)*,?", token)  # "a 520-page book"
     if re.search(f"[{OTHER_SCRIPTS}]", token):
         return False
     word = re.fullmatch(r"[^\w\\]*([^\W\d_]+)((?:[/'’-][^\W\d_]+)*)['’]?[^\w\\]*", token)
@@ -177,7 +177,7 @@ class Clause:
                 return "unclear"
             head -= 1
         if head >= 0 and words[head] in ("equation", "line", "point", "interval"):
-            is_or_at = [at for at in range(head) if words[at] in {*_COPULAS, "at"}]  # "is the line x = 5"
+            is_or_at = [at for at in range(head) if words[at] in {*_COPULAS, "at", "on"}]  # "is the line x = 5"
             head = max(is_or_at, default=head - 1)
         if head < 0:  # "the 9 players" are known already
             return "unclear" if words[start - 1 : start] == ["the"] and end < len(words) else "subject"
@@ -195,7 +195,7 @@ class Clause:
                 word in ("for", "to", "with", "into", "at") and is_counted
                 or word == "by" and not _CHANGES.fullmatch(before)
                 or word in ("in", "after", "year") and re.fullmatch(time, behind or formula)
-                or word in ("at", "on") and re.search(r"[<=>]|\d:\d\d|^[(\[]", formula)
+                or word in ("at", "on", "in") and re.search(r"[<=>]|\d:\d\d|^[(\[]", formula)
                 or word == "with" and re.search(r"\\[lg]e|[<>]", formula)
             )  # fmt: skip
             return "given" if is_given and not any(map(_COMBINES.match, words[:head])) else ""
@@ -207,7 +207,7 @@ class Clause:
             return "unclear"  # "hopes to sell 5"
         if word.endswith("ing") and (head == 0 or before in _PREPOSITIONS):
             return ""
-        if "=" in formula or is_counted:
+        if words[end : end + 1] == ["times"] or "=" in formula or is_counted:
             return "object" if "=" in formula else "noun"
         return "given" if verb == "with" and end == len(words) else "unclear"  # "with probability 1/2"
 
@@ -221,7 +221,8 @@ class Clause:
         nouns, rest, goes_on = words[:size], words[size:], any(is_formula[size:])
         preposition = rest[0] if rest else ""
         if nouns[:1] == ["times"]:  # "4 times", "3 times as many as", "3 times more than"
-            return not words[1:] or rest.count("as") == 2 or preposition == "than"
+            is_rate = any(word in ("day", "week", "month", "year", "hour") for word in rest[1:2]) or preposition in ("in", "over", "during")
+            return not words[1:] or rest.count("as") == 2 or preposition == "than" or is_rate
         is_share = len(nouns) == 1 and formula.endswith("%")  # "a 40% increase"
         if preposition == "than":  # a difference; "30 minutes more than an hour" is none
             is_more = len(nouns) == 1 and _COPULAS & {*self.words[:start]} and split_unit(formula)[1] is None

@@ -108,7 +108,7 @@ def _patterns(words: str, letters: str, article: str = "") -> _Patterns:
     picked = (
         rf"(?:{_SO_IS}(?i:the\s)?{noun}?|(?P<named>{noun})|"
         rf"\b(?i:option|choice|letter|answer|solution|statement|response|pick|one)\b[^.\n]{{0,30}}\bis\s+)"
-        rf"{_OPENING}(?P<letter>[{_LATIN}])(?:{_AT_END}|(?<=\([{_LATIN}])\)\s(?![a-z]))"
+        rf"{_OPENING}(?P<letter>[{_LATIN}]|(?<=\()[a-j](?=\)))(?:{_AT_END}|(?<=\([{_LATIN}])\)\s(?![a-z]))"
         rf"|{_SO_IS}\*\*\(?(?P<bold>[{_LATIN}])[.):](?!\W*[a-z])"
         rf"|(?<!\w)\((?P<labelled>[{_LATIN}])\){_CLOSING}\s+{_CORRECT}"
         rf"|\b[oO]nly\s(?P<only>[A-HJ])\s(?!and\b|or\b)(?=[a-z])"
@@ -246,7 +246,7 @@ def _picked(pattern: re.Pattern[str], text: str) -> str | None:
         return None
     sentence = sentences[-1].strip()
     letters = {
-        match["letter"] or match["bold"] or match["labelled"] or match["only"] or match["first"]
+        _latin(match["letter"] or match["bold"] or match["labelled"] or match["only"] or match["first"])
         for match in pattern.finditer(sentence)
         if is_asserted(sentence, "" if match["named"] else None, match.start(), match.end())
     }

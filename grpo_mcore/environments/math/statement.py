@@ -90,6 +90,7 @@ _GOES_ON = re.compile(
     re.I,
 )
 _LIST_ITEM = re.compile(r"\n\s*\d+[.)](?:\s+\S+)?\s*\Z")  # one of several candidates, or of the steps
+_ROOTS = re.compile(r"(?:\n\s*[-*•]\s+(?P<name>\$?[a-zA-Z](?:_\S+)? = )\S+){2,}\s*\Z")
 _COURTESY = re.compile(
     r"(?<=[.!)$*\n])\s*[^.!?\n]*\b(?:let me know|feel free|hope (?:this|that|it)|happy to|would you like|thank)\b"
     r"[^\n]*\Z",
@@ -118,12 +119,12 @@ _CORRECTED = re.compile(
 )
 # A denial or a doubt: no answer is read from a clause with one of these.
 _DOUBT = re.compile(
-    rf"\A(?:[Ii]nitially|[Oo]riginally|[Ss]o far)\b|\b(?i:not|no|never|neither|nor|cannot|can be(?! \w+ in\b)|fails?|failed|without|"
+    rf"\A(?:[Ii]nitially|[Oo]riginally|[Ss]o far)\b|\b(?i:not|(?<!with )no|never|neither|nor|cannot|can be(?! \w+ in\b)|fails?|failed|without|"
     rf"maybe|perhaps|possibly|might|could|guess|bound|hoped|tried|at first|1 of (?:the|these|those)|counterexample|"
     rf"let(?! me\b|'s)|ends? in|estimates?|depends?|doubt|{_REFUSED}|your|assume|suppose|whether|if|unless|unknown|"
     r"unclear|otherwise|thinks|believes|claims|says|too (?:much|many|large|big|small|high|low)|"
     r"except|give or take|note|recall|want(?! (?:is|are)\b)|prove|"
-    r"könnte|pourrait|podría|vielleicht|nicht|kein|pas|non|não|не|niet|inte|nie)\b|\bmay\b|"
+    r"könnte|pourrait|podría|vielleicht|nicht|kein|pas|non(?!-)|não|не|niet|inte|nie)\b|\bmay\b|"
     r"n't\b|\?|\\[lc]?dots(?![a-zA-Z])|\.\.\.|[不没沒非未吗]|ではな|ではあ|じゃな|아니|아닙|않|至少|至多|最多|最少|"
     r"大于|小于|多于|少于|超过|超過|可能|也许|以上|以下|이상|이하|초과|미만|보다|(?<=\d) ?[的の]"
 )
@@ -134,7 +135,7 @@ _DENIED_BOX = re.compile(
 )
 _CLAUSE = re.compile(
     r"(?<=\w):\s+|[,;:]\s+(?!(?:and|or)\b(?!\s(?:not|it)\b))(?=i\.e|[^\W\d_A-Z]{2}|\S+ (?:more|fewer|less|of) )|"
-    r"\sand (?=(?:so|hence|thus|therefore)\b)|"
+    r"\sand (?=(?:so|finally|hence|thus|therefore)\b)|"
     r"\s(?=(?:because|since|so(?! (?:far|that|many|much)\b)|but|and not|rather than|instead of|which|compared|meaning|"
     r"(?:al)?though|while|whereas)\b)"
 )
@@ -162,6 +163,9 @@ _YES_OR_NO = re.compile(
     r"(?:\A|[.!?\n]\s*|,\s|\b(?:so|hence|thus|therefore),? )[*_]*(yes|no)[*_]*,(?!.*\b(?:yes|no|but)\b)(?:[^.!?]|\.\d)*[.!]?\Z", re.I
 )
 _IMPLIES = re.compile(r"=>|[∴⇒⟹→⇔]|\\(?:implies|(?:Long)?[rR]ightarrow|iff|therefore)(?![a-zA-Z])")
+_MONTH = "(January|February|March|April|May|June|July|August|September|October|November|December)"
+_DATE = re.compile(rf"\b(?:the )?(\d\d?)(?:st|nd|rd|th)?(?: of)? {_MONTH}\b")
+_IN_ONE_PIECE = re.compile(rf"\\\{{.*?\\\}}|\b{_MONTH} \d\d?\b")
 _NTH = re.compile(r"\$?\d+(?:[\^{}\\$]|text)*(?:st|nd|rd|th)\b[}$]*(?= [a-z])")
 ORDINAL = re.compile(r"\d(?:\W|text)*(?:st|nd|rd|th)\b")
 _ABOUT_THE_ANSWER = re.compile(r"\banswers?\b.*\d|^(?:If|Unless)\b")
@@ -176,12 +180,12 @@ _COMES_TO = re.compile(
     r"\b(?:consist[a-z]* of|(?:com(?:e|ing)|add|sum|turn|boil|work|amount|evaluat|simplif|converg|diverg|tend|reduc|bring|lead)"
     r"(?:e?s|ies|ed)?(?: us)? (?:(?:out|up|down) )?to(?: be)?|arrives? at|left with|results? in|"
     r"(?:is|are) (?:given|described) by|(?:est|es|è)(?: donc)? d[ei]|I(?:'d| would) say|that(?:'s| is) to say,?|"
-    r"(?:exactly|precisely|if and only) (?:for|when|if|at)(?: all| every)?|, written)\b"
+    r"(?:exactly|precisely|if and only) (?:for|when|if|at)(?: all| every)?|(?<=, )written)\b"
 )
 # "must draw at least 5", "at most 5 can be bought": the least of what is needed is what one needs.
 _NEEDED = re.compile(
     r"(?<=\bmust )(\w+ )at least |\bat most (?=[^,]*\bcan\b)|, (?:or )?(?:about|roughly) [^,]+$|"
-    r" for (?:all|any)(?: real)? [a-z]$"
+    r",? (?:and|which) [^,\d]*\b(?:satisf|works|holds)[^,\d]*$| for (?:all|any)(?: real)? [a-z](?=,|$)"
 )
 _IN_ALL = re.compile(r"\bin (?:all|total)\b|(?<=equal )to\b|(?<=\d )(?:it is\Z|o'clock\b)")
 
@@ -262,7 +266,7 @@ def last_statement(text: str, members: int = 1) -> Statement:
             continue
         if not is_asserted(text, match[0], match.start(), match.end()):
             return Statement("", "answer")
-        if boxed and (not re.search(r"[\d\\]", content) or has_words(normalized(content))):
+        if boxed and (not re.search(r"[\d\\]", content) or has_words(normalized(content)) and text[match.start() - 6 : match.start()] != "final "):
             continue  # "this answer is 100% correct" is no other answer than the box
         return Statement(content, "answer")
     return _last_boxes(text, boxed, members) if boxed else Statement(_last_sentence(text), "text")
@@ -316,6 +320,7 @@ def _last_sentence(text: str) -> str:
     """Return the last sentence with a formula, or the last of all where one behind it takes it back."""
     if _LIST_ITEM.search(text):
         return ""
+    text = _ROOTS.sub(lambda match: "\n" + re.sub(r"\s*\n[-*•\s]*", ", ", match[0].strip(" \n-*•")), text)
     text = _CHECK.sub(lambda match: match[0] if _TAKEN_BACK.search(match[0]) else "", text)
     sentences = [part.strip() for part in re.split(r"(?<=[.!?])\s+(?!= )|\n", text) if part.strip()]
     if any(_NO_ANSWER.search(sentence) for sentence in sentences):
@@ -338,9 +343,10 @@ def _last_sentence(text: str) -> str:
 def stated_formula(statement: Statement) -> str | None:
     """Return the formula that a statement gives, with its unit, or its words where it has no formula; None where it
     gives none, or not for certain."""
-    written = _NTH.sub("nth", statement.text)
+    written = _NTH.sub("nth", _DATE.sub(r"\2 \1", statement.text))
     text = normalized(re.sub(r"^#+ |^> (?=\*)|^\\\[|\\\]$|(?<!\\right)(?<!\.)\.$|[,;]+$", "", written.strip()))
     text = _COMES_TO.sub("is", _IN_ALL.sub("altogether", _OPENING.sub("", text)))
+    text = re.sub(r"(?:n't|\bnot) [^.;]*,? but (?:rather )?(?=\$?-?[\d\\])", " is ", text)
     text = _ARTICLE.sub("the ", _AMOUNT_OF.sub("", _NEEDED.sub(r"\1", text)))
     links = _IMPLIES.split(text)
     if all(re.search(r"[=<>]|\\[lg]e", link) for link in links) and not has_words(" ".join(links)):
@@ -355,7 +361,7 @@ def stated_formula(statement: Statement) -> str | None:
         return text
     if ORDINAL.search(written) or statement.kind == "text" and _ABOUT_THE_ANSWER.search(text):
         return None
-    text = re.sub(r"\\\{.*?\\\}", lambda match: match[0].replace(" ", "~"), text)
+    text = _IN_ONE_PIECE.sub(lambda match: match[0].replace(" ", "~"), text)
     remarks = [match[0] for match in _REMARK.finditer(text)]
     denied = [remark for remark in remarks if _DENIES_OTHERS.match(remark)]
     remarks = [remark for remark in remarks if remark not in denied]
@@ -372,8 +378,10 @@ def stated_formula(statement: Statement) -> str | None:
     clauses = [clause.strip() for clause in _CLAUSE.split(text) if clause.strip()]
     clauses = [clause for clause in clauses if not _ASIDE.match(clause) or clause[:5] == "with " and has_verb(clause)]
     if statement.kind == "text":  # what is said last counts, and nothing may follow it
-        is_short = len(clauses) > 1 and len(clauses[-1].split()) < 3 and not changes_value(clauses[-1])
-        clauses = clauses[-2:-1] if is_short and not any(map(is_formula, clauses[-1].split())) else clauses[-1:]
+        *before, last = clauses or [""]
+        is_name = last.startswith("the ") and not has_verb(last) and has_verb(" ".join(before[-1:]))
+        is_short = before != [] and (is_name or len(last.split()) < 3) and not changes_value(last)
+        clauses = before[-1:] if is_short and not any(map(is_formula, last.split())) else clauses[-1:]
         last = re.split(r"[,;]\s(?:not (?=\$?[-\d]))?", re.sub(r"[,;]\snot [a-z].*", "", text))[-1]
         if _DOUBT.search(last) and not last.startswith(("since", "because")):  # "Let me guess: 12"
             return None
@@ -411,13 +419,13 @@ def alternatives(text: str) -> list[str]:
 
 def says(text: str, words: str) -> bool:
     """Return whether the last clause of a text ends with these words, without a formula, and asserts them."""
-    clause = re.split(r"(?<=[.!?])\s+|\n+|[,;:]\s", normalized(text).strip())[-1].strip(" .!*_").casefold()
+    clause = re.split(r"(?<=[.!?])\s+|\n+|[,;:]\s", normalized(re.sub(r",? (?:because|since) [^.\n]*", "", text)).strip())[-1].strip(" .!*_").casefold()
     first = _YES_OR_NO.search(text)
     if first is not None:
         return first[1].casefold() == words.casefold()
     clause, words = (_NO_SOLUTION.sub(r"\1", text.removesuffix(" there")) for text in (clause, words.casefold()))
     before = clause.removesuffix(words)
-    superlative = rf"(?:^|[.!?\n,] ?|so )\W*{re.escape(words)} \w+ (?:the )?(?:most|first|\w+est|(?:more|\w+er)(?! \w* ?than))\b.*\Z"
+    superlative = rf"(?:^|[.!?\n,] ?|so )\W*{re.escape(words)}\W{{1,3}}\w+ (?:the )?(?:most|first|\w+est|(?:more|\w+er)(?! \w* ?than))\b.*\Z"
     if (named := re.search(superlative, text, re.I)) and not is_doubtful(named[0]) and not _NOT_SO_FAR.search(named[0]):
         return True
     is_part = re.search(r"(?:(?:\b(?:and|or)|[^\w\s]) |\S)\Z", before)  # "even and odd", "Ana < Ben", "uneven"
