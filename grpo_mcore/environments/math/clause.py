@@ -26,9 +26,9 @@ _NO_NOUN = _PREPOSITIONS | _CLOSED | _COPULAS
 # What may stand between a verb and the number that it governs.
 _FILLERS = set(
     "the only just now also still thus therefore hence indeed equal number value integer answer result total each all "
-    "both already always us him her them me you my this these those it they other another some additional further dus ihre seine "
-    "together altogether instead again namely then so length donc also quindi exactly precisely simply finally "
-    "clearly consequently accordingly certainly actually definitely about approximately roughly around".split()
+    "both already always us him her them me you my this these those it they other another some additional further "
+    "together altogether instead again namely then so length donc also quindi exactly precisely simply finally dus "
+    "clearly consequently accordingly certainly actually definitely about approximately roughly around ihre".split()
 )
 # A verb with which a bare number states a value: "yields 5". With others it may be anything: "tests 5", "precedes 5".
 _YIELDS = re.compile(
@@ -50,7 +50,7 @@ _BEHIND = set("left remaining back altogether together overall total exactly eac
 _UNIT = re.compile(r"(?:[mck]m|kg|mg|ml|m[Ll]|ft|lbs?|oz|yd|hrs?)[.,;]?")
 _MODAL = re.compile(r"ha[sd]|have|need(?:s|ed)?|able|manage[sd]?|going|ought|used|required")
 _ABOUT = re.compile(r"\b(?:about|approximately|roughly|around)\b|[约約]|大概|接近")
-_NOT_ENGLISH = set("dus ist sind est es son sono è é são hay ont tienen hat haben reste quedan il la le el der die".split())
+_NOT_ENGLISH = set("dus ist sind est es son sono è é são hay ont tienen hat haben reste quedan il la le el der".split())
 # With one of these a word of Chinese, Japanese or Korean states the number behind it; 接近 and 约 do not.
 _BEFORE_A_NUMBER = set("要多少有用剩了で是为為有于於共计計得到即成案值はがも은는이가")
 _SHORT_WORDS = {word for word in _NO_NOUN | _FILLERS if len(word) < 3} - {"i", "am"} | {"up", "un", "le", "la"}
@@ -221,8 +221,8 @@ class Clause:
         nouns, rest, goes_on = words[:size], words[size:], any(is_formula[size:])
         preposition = rest[0] if rest else ""
         if nouns[:1] == ["times"]:  # "4 times", "3 times as many as", "3 times more than"
-            is_rate = any(word in ("day", "week", "month", "year", "hour") for word in rest[1:2]) or preposition in ("in", "over", "during")
-            return not words[1:] or rest.count("as") == 2 or preposition == "than" or is_rate
+            is_rate = re.match(r"(?:(?:the|per) (?:day|week|month|year|hour)|in|over|during)\b", " ".join(rest))
+            return not words[1:] or rest.count("as") == 2 or preposition == "than" or is_rate is not None
         is_share = len(nouns) == 1 and formula.endswith("%")  # "a 40% increase"
         if preposition == "than":  # a difference; "30 minutes more than an hour" is none
             is_more = len(nouns) == 1 and _COPULAS & {*self.words[:start]} and split_unit(formula)[1] is None

@@ -63,16 +63,14 @@ _ARTICLE = r"(?:(?<=\s)(?:la|le|el|die|das|a|o|la letra|la lettre|a letra)\s)?"
 _AFTER_WORD = "|".join(rf"(?<= {word})" for word in f"{_IS} {_SO}".split()) + "|(?<=['’]s)"
 _AFTER_IS = rf"(?:(?:{_AFTER_WORD})\W{{0,3}}(?<=\W)|(?<=[是为為は은는选選择擇])\W{{0,3}})"
 _HEADING = r"(?:^[^\w\n]*(?:final )?answer[^\w\n]*\n|####\s)"
-
-
 _CORRECT = r"is\s+(?:the\s+|my\s+)?(?i:correct|right|best|true|answer|one|only)\b"
 _AT_END = (
     rf"(?!\w|['’]\w|-\w){_CLOSING}(?!{_OTHER}[{_LATIN}]{_ALONE})\s*(?:$|[,;:!。，]|\.(?![\w.])|"
     rf"\b(?:{'|'.join(_BECAUSE.split())})\b|{_CORRECT})"
 )
 _SO_IS = (
-    r"(?:\b(?i:choose|pick|select|say|go(?:ing)? with|it['’]?s|(?:it|which) is|must be|should be|leaves|"
-    r"correspond(?:s|ing)|match(?:es|ing)?|answer to|under|so|therefore|thus|hence|daher|donc|only)[\s,:]+(?:to\s|with\s)?|"
+    r"(?:\b(?i:choose|pick|select|say|go(?:ing)? with|it['’]?s|(?:it|which) is|must be|should be|leaves|under|"
+    r"correspond(?:s|ing)|match(?:es|ing)?|answer to|so|therefore|thus|hence|daher|donc|only)[\s,:]+(?:to\s|with\s)?|"
     r"(?<![不别])[选選][择擇]?\s*)"
 )
 

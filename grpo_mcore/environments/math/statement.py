@@ -55,9 +55,9 @@ _OF_AN_ASSERTION = set(
     "so then thus hence therefore and but however now finally overall ultimately consequently in conclusion summary "
     "short as expected required claimed computed shown above before indeed total the our my this a final correct right "
     "best required desired requested needed exact numerical simplified complete that is means gives we i it get have "
-    "find found see change conclude obtain say think believe only clearly obviously definitely d ll s am m confident sure "
-    "certain convinced you re looking for follows know can must answer option choice letter key let me to question "
-    "problem exercise task puzzle be are equals would should will been het il o der die das lautet also daher somit "
+    "find found see change conclude obtain say think believe only clearly obviously definitely d ll s am m confident "
+    "sure certain convinced you re looking for follows know can must answer option choice letter key let me to "
+    "question problem exercise task be are equals would should will been het il o der die das lautet also daher somit "
     "deshalb damit ist richtige korrekte endgültige la le les el los donc ainsi alors bonne correcte correcta bonnes "
     "finale réponse est por lo tanto así que entonces respuesta es resposta correta risposta corretta".split()
 )
@@ -102,8 +102,9 @@ _DENIED = rf"(?:not|false|mistaken|invalid|{_REFUSED}|(?:a|an|my|the) (?:mistake
 # What a response says behind its answer where it takes it back: "No, that fails.", "Wait ...", "which is false".
 _TAKEN_BACK = re.compile(
     rf"(?:^|[.!?:;,(\n—–-])[\W_]*(?:(?:no,? )?wait|hold on|edit\b|though|nope|hmm+|oops|sorry|correction|actually|"
-    rf"wrong\b|scratch that|on second thought|just kidding|or rather|i disagree|i (?:made|was)|let me (?:re|correct|fix|try)|"
-    rf"(?:but|however,?) (?:that|this|it|i|the|he|she|they)\b|(?<!^)(?:no|nein|non)(?=\s*[,.;:!—–]))|"
+    rf"wrong\b|scratch that|on second thought|just kidding|or rather|i disagree|i (?:made|was)|"
+    r"let me (?:re|correct|fix|try)|(?:but|however,?) (?:that|this|it|i|the|he|she|they)\b|"
+    r"(?<!^)(?:no|nein|non)(?=\s*[,.;:!—–]))|"
     rf"(?:^(?:\W*|[ $]*\w+ )|\b(?:this|that|which|it|he|she|they|book|answer|result|value)\s+)"
     rf"(?:is|are|was|were|ist|est|es)\s+{_DENIED}|"
     rf"\((?!\W*[A-J]\b)[^()]{{0,20}}\b(?:wrong|incorrect|false|not)\b|"
@@ -119,19 +120,19 @@ _CORRECTED = re.compile(
 )
 # A denial or a doubt: no answer is read from a clause with one of these.
 _DOUBT = re.compile(
-    rf"\A(?:[Ii]nitially|[Oo]riginally|[Ss]o far)\b|\b(?i:not|(?<!with )no|never|neither|nor|cannot|can be(?! \w+ in\b)|fails?|failed|without|"
-    rf"maybe|perhaps|possibly|might|could|guess|bound|hoped|tried|at first|1 of (?:the|these|those)|counterexample|"
-    rf"let(?! me\b|'s)|ends? in|estimates?|depends?|doubt|{_REFUSED}|your|assume|suppose|whether|if|unless|unknown|"
-    r"unclear|otherwise|thinks|believes|claims|says|too (?:much|many|large|big|small|high|low)|"
-    r"except|give or take|note|recall|want(?! (?:is|are)\b)|prove|"
+    r"\A(?:[Ii]nitially|[Oo]riginally|[Ss]o far)\b|\b(?i:not|(?<!with )no|never|neither|nor|cannot|fails?|failed|"
+    r"can be(?! [a-z]{3,} in\b)|maybe|perhaps|possibly|might|could|guess|bound|hoped|tried|at first|without|"
+    rf"counterexample|1 of (?:the|these|those)|let(?! me\b|'s)|ends? in|estimates?|depends?|doubt|{_REFUSED}|your|"
+    r"whether|if|unless|unknown|unclear|otherwise|thinks|believes|claims|says|except|give or take|note|recall|prove|"
+    r"assume|suppose|too (?:much|many|large|big|small|high|low)|want(?! (?:is|are)\b)|"
     r"könnte|pourrait|podría|vielleicht|nicht|kein|pas|non(?!-)|não|не|niet|inte|nie)\b|\bmay\b|"
     r"n't\b|\?|\\[lc]?dots(?![a-zA-Z])|\.\.\.|[不没沒非未吗]|ではな|ではあ|じゃな|아니|아닙|않|至少|至多|最多|最少|"
     r"大于|小于|多于|少于|超过|超過|可能|也许|以上|以下|이상|이하|초과|미만|보다|(?<=\d) ?[的の]"
 )
 # A denial or a doubt that is about the box behind it; that of "the number that are not prime is \boxed{5}" is not.
 _DENIED_BOX = re.compile(
-    r"(?:\b(?i:not|never|cannot|neither|nor|no|might|could)\b|n't\b)(?!.*\b(?:is|are|was|were|equals?|gives?|so)\b)|[不没沒非未吗]|"
-    r"\b(?i:maybe|perhaps|possibly|guess|whether|unless|your|tried|otherwise|wrong|incorrect)\b"
+    r"(?:\b(?i:not|never|cannot|neither|nor|no|might|could)\b|n't\b)(?!.*\b(?:is|are|was|were|equals?|gives?|so)\b)|"
+    r"[不没沒非未吗]|\b(?i:maybe|perhaps|possibly|guess|whether|unless|your|tried|otherwise|wrong|incorrect)\b"
 )
 _CLAUSE = re.compile(
     r"(?<=\w):\s+|[,;:]\s+(?!(?:and|or)\b(?!\s(?:not|it)\b))(?=i\.e|[^\W\d_A-Z]{2}|\S+ (?:more|fewer|less|of) )|"
@@ -143,8 +144,9 @@ _ASIDE = re.compile(
     r"(?:who(?:m|se)?|because|since|as|with(?! an? (?:total|sum))|including|like|unlike|compared|the same|twice|not|"
     r"and not|(?:even )?though|although|while|whereas|despite|given|now that|about|approximately|roughly|"
     r"\$?\d+ (?:more|fewer|less) than|\d+ of (?:them|whom|which) \w+|"
-    r"which (?!(?:is|are|was|were) \\?\$?-?[\d\\]\S*(?: [a-z]+)?$)(?:(?:is|are|was|were)\b|(?!(?:gives?|means?|makes?|leaves?|yields?|equals?|shows?|implies|tells|"
-    r".* is|.* are)\b)\w+)|weil|denn|parce|car|porque|protože|omdat|"
+    r"which (?!(?:is|are|was|were) \\?\$?-?[\d\\]\S*(?: [a-z]+)?$)"
+    r"(?:(?:is|are|was|were)\b|(?!(?:gives?|means?|makes?|leaves?|yields?|equals?|shows?|implies|tells|.* is|.* are)\b)"
+    r"\w+)|weil|denn|parce|car|porque|protože|omdat|"
     r"where(?= \S+ (?:is|are|=|denotes)\b)|rather than|instead of|"
     r"(?:and )?it (?:occurs|happens)|attained|achieved|reached)\b"
 )
@@ -160,7 +162,9 @@ _OPENING = re.compile(
 )
 _NO_SOLUTION = re.compile(r"\b(no|infinitely many) (?:integer |real )?solutions?$")
 _YES_OR_NO = re.compile(
-    r"(?:\A|[.!?\n]\s*|,\s|\b(?:so|hence|thus|therefore),? )[*_]*(yes|no)[*_]*,(?!.*\b(?:yes|no|but)\b)(?:[^.!?]|\.\d)*[.!]?\Z", re.I
+    r"(?:\A|[.!?\n]\s*|,\s|\b(?:so|hence|thus|therefore),? )[*_]*(yes|no)[*_]*,(?!.*\b(?:yes|no|but)\b)"
+    r"(?:[^.!?]|\.\d)*[.!]?\Z",
+    re.IGNORECASE,
 )
 _IMPLIES = re.compile(r"=>|[∴⇒⟹→⇔]|\\(?:implies|(?:Long)?[rR]ightarrow|iff|therefore)(?![a-zA-Z])")
 _MONTH = "(January|February|March|April|May|June|July|August|September|October|November|December)"
@@ -173,14 +177,14 @@ _ABOUT_THE_ANSWER = re.compile(r"\banswers?\b.*\d|^(?:If|Unless)\b")
 # "a total of 5", "adds up to 5": what stands before the value that an amount or a verb gives.
 _AMOUNT_OF = re.compile(
     r"\b(?:[aA]n?|[tT]he(?= (?:grand )?total)) (?:[a-z-]+ ){0,2}?(?!multipl|factor|divisor|power|root|half|third|"
-    r"quarter|fraction|percent|part|square|cube|product|range|lot|set|group|choice|pair|m[ai][xn]imum|function|term|"
-    r"one|difference)[a-z]+ of (?=\D?\d|\\)"
+    r"quarter|fraction|percent|part|square|cube|product|range|lot|set|subset|group|choice|pair|m[ai][xn]imum|function|"
+    r"term|one|difference)[a-z]+ of (?=\D?\d|\\)"
 )
 _COMES_TO = re.compile(
-    r"\b(?:consist[a-z]* of|(?:com(?:e|ing)|add|sum|turn|boil|work|amount|evaluat|simplif|converg|diverg|tend|reduc|bring|lead)"
-    r"(?:e?s|ies|ed)?(?: us)? (?:(?:out|up|down) )?to(?: be)?|arrives? at|left with|results? in|"
+    r"\b(?:consist[a-z]* of|(?:com(?:e|ing)|add|sum|turn|boil|work|amount|evaluat|simplif|converg|diverg|tend|reduc|"
+    r"bring|lead)(?:e?s|ies|ed)?(?: us)? (?:(?:out|up|down) )?to(?: be)?|arrives? at|left with|results? in|"
     r"(?:is|are) (?:given|described) by|(?:est|es|è)(?: donc)? d[ei]|I(?:'d| would) say|that(?:'s| is) to say,?|"
-    r"(?:exactly|precisely|if and only) (?:for|when|if|at)(?: all| every)?|(?<=, )written)\b"
+    r"(?:exactly|precisely|if and only) (?:for|when|at)(?: all| every)?|(?<=, )written)\b"
 )
 # "must draw at least 5", "at most 5 can be bought": the least of what is needed is what one needs.
 _NEEDED = re.compile(
@@ -266,7 +270,8 @@ def last_statement(text: str, members: int = 1) -> Statement:
             continue
         if not is_asserted(text, match[0], match.start(), match.end()):
             return Statement("", "answer")
-        if boxed and (not re.search(r"[\d\\]", content) or has_words(normalized(content)) and text[match.start() - 6 : match.start()] != "final "):
+        is_final = text[: match.start()].endswith("final ")
+        if boxed and (not re.search(r"[\d\\]", content) or has_words(normalized(content)) and not is_final):
             continue  # "this answer is 100% correct" is no other answer than the box
         return Statement(content, "answer")
     return _last_boxes(text, boxed, members) if boxed else Statement(_last_sentence(text), "text")
@@ -391,7 +396,9 @@ def stated_formula(statement: Statement) -> str | None:
     if any(map(changes_value, clauses[clauses.index(stating[0]) + 1 :])):
         return None
     formula = Clause(stating[0]).formula()
-    return None if formula is None or any(formula in remark for remark in denied) else normalized(formula.replace("~", " "))
+    if formula is None or any(formula in remark for remark in denied):
+        return None
+    return normalized(formula.replace("~", " "))
 
 
 def repeated_result(text: str) -> str | None:
@@ -419,13 +426,15 @@ def alternatives(text: str) -> list[str]:
 
 def says(text: str, words: str) -> bool:
     """Return whether the last clause of a text ends with these words, without a formula, and asserts them."""
-    clause = re.split(r"(?<=[.!?])\s+|\n+|[,;:]\s", normalized(re.sub(r",? (?:because|since) [^.\n]*", "", text)).strip())[-1].strip(" .!*_").casefold()
+    asserted = normalized(re.sub(r",? (?:because|since) [^.\n]*", "", text)).strip()
+    clause = re.split(r"(?<=[.!?])\s+|\n+|[,;:]\s", asserted)[-1].strip(" .!*_").casefold()
     first = _YES_OR_NO.search(text)
     if first is not None:
         return first[1].casefold() == words.casefold()
     clause, words = (_NO_SOLUTION.sub(r"\1", text.removesuffix(" there")) for text in (clause, words.casefold()))
     before = clause.removesuffix(words)
-    superlative = rf"(?:^|[.!?\n,] ?|so )\W*{re.escape(words)}\W{{1,3}}\w+ (?:the )?(?:most|first|\w+est|(?:more|\w+er)(?! \w* ?than))\b.*\Z"
+    compared = r"\W{1,3}\w+ (?:the )?(?:most|first|\w+est|(?:more|\w+er)(?! \w* ?than))\b.*\Z"
+    superlative = rf"(?:^|[.!?\n,] ?|so )\W*{re.escape(words)}{compared}"
     if (named := re.search(superlative, text, re.I)) and not is_doubtful(named[0]) and not _NOT_SO_FAR.search(named[0]):
         return True
     is_part = re.search(r"(?:(?:\b(?:and|or)|[^\w\s]) |\S)\Z", before)  # "even and odd", "Ana < Ben", "uneven"
