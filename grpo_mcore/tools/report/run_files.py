@@ -146,6 +146,8 @@ def recorded_run(path: Path) -> tuple[Path, MasterConfig]:
     run may have its own. Raises NoRun."""
     run = read_run(path)
     folder = run.folder
+    if not run.recipe:
+        raise NoRun(f"{folder} has no recipe: {HYPERPARAMS_FILE} is missing or cannot be read")
     try:
         recipe = MasterConfig.model_validate(run.recipe)
     except ValueError as error:

@@ -311,4 +311,4 @@ def test_runs_that_cannot_be_diagnosed_are_refused(tmp_path: Path, capsys: pytes
     (tmp_path / "metrics.jsonl").write_text('{"prefix": "train", "step": 1, "loss": 1.0}\n')
     (tmp_path / "events.jsonl").write_text('{"what": "begin", "time": 1, "devices": {}, "algorithm": "sft"}\n')
     assert main(["diagnose", str(tmp_path)]) == 1
-    assert "hyperparams.json holds no recipe" in capsys.readouterr().err
+    assert "has no recipe: hyperparams.json is missing" in capsys.readouterr().err
