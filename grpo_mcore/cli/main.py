@@ -10,6 +10,7 @@ import errno
 import io
 import logging
 import os
+import resource
 import select
 import sys
 import traceback
@@ -77,6 +78,10 @@ ALIASES = {"sft": "train", "dpo": "train", "rm": "train", "distill": "train"}
 
 RUNS = {"train", *ALIASES, "eval", "demo", "sweep"}
 """Verbs that may run for days: they continue when their terminal is gone."""
+
+
+OPEN_FILES = 65536
+"""Number of open files that a run, and every process that it starts, may have, as far as this user may allow it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -176,6 +181,9 @@ def guarded(verb: str, work: Callable[[], int]) -> int:
         return 2
     if verb not in RUNS:
         return _guarded(verb, work)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # the soft one is 1024 in many shells and containers
+    if 0 <= soft < (most := OPEN_FILES if hard < 0 else min(hard, OPEN_FILES)):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     try:
         with unfailing_console(), heartbeat() if verb != "sweep" else nullcontext():  # its runs print into files
             return _guarded(verb, work)

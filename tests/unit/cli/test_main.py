@@ -1,6 +1,7 @@
 import argparse
 import gc
 import os
+import resource
 import subprocess
 import sys
 import types
@@ -131,6 +132,22 @@ def test_a_terminal_without_a_size_has_no_size(monkeypatch, capsys) -> None:
     with pytest.raises(SystemExit):
         command.main(["--version"])
     assert not {"COLUMNS", "LINES"} & set(os.environ)
+
+
+def test_a_run_may_open_as_many_files_as_its_user() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    seen: list[int] = []
+
+    def work() -> int:
+        seen.append(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        return 0
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        assert command.guarded("report", work) == command.guarded("sweep", work) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert seen == [256, min(hard, command.OPEN_FILES)]
 
 
 def test_config_prints_the_recipe(tmp_path, monkeypatch, capsys) -> None:
