@@ -155,7 +155,8 @@ def main() -> None:
     torch.set_num_threads(cpu_threads(1))
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_model("qwen3", Path(folder), **SHAPE)
-        config = PolicyConfig.model_validate({"model_name": folder, "precision": "float32"})
+        rates = {"optimizer": {"min_lr": 0.0}, "scheduler": {"lr_warmup_init": 0.0}}
+        config = PolicyConfig.model_validate({"model_name": folder, "precision": "float32", "megatron_cfg": rates})
         address = Address(0, 1, 0, "127.0.0.1", processes.free_port())
         policy = Policy(config, address, seed=0, timeout_s=60, reference=False)
         cases = [measure(policy, *case, args.repeats) for case in CASES]

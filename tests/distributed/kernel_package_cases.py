@@ -210,7 +210,11 @@ def load_train(address: Address, folder: str, policies: Mapping[str, PolicyConfi
 
 
 def _plain(models: Mapping[str, Path]) -> dict[str, PolicyConfig]:
-    settings = {"distributed_data_parallel_config": {"grad_reduce_in_fp32": False}}
+    settings = {
+        "distributed_data_parallel_config": {"grad_reduce_in_fp32": False},
+        "optimizer": {"min_lr": 0.0},
+        "scheduler": {"lr_warmup_init": 0.0},
+    }
     return {
         name: PolicyConfig.model_validate(
             {"model_name": str(folder), "precision": "bfloat16", "megatron_cfg": settings}
