@@ -229,9 +229,8 @@ def _option_alone(text: str) -> str | None:
         option, line = _ONLY_OPTION.fullmatch(lines[0]) or _OPTION.fullmatch(lines[0]), lines[0]
     elif len(lines) > 1 and (not re.search(r"\n[ \t]*\n[^\n]*$", text.strip()) or _LISTED.match(lines[-2])):
         return None
-    if option is None or len(line) > _MOST_OF_AN_OPTION:
-        return None
-    if _UNSURE.search(line) or re.search(rf"[( ][{_LATIN}][).:]", line[2:]):
+    is_unclear = _UNSURE.search(line) or re.search(rf"[( ][{_LATIN}][).:]", line[2:])
+    if option is None or len(line) > _MOST_OF_AN_OPTION or is_unclear:
         return None
     return option["letter"] or option["bold"]
 

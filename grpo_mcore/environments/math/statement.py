@@ -111,7 +111,6 @@ _TAKEN_BACK = re.compile(
     rf"\b(?:this|that|it|which|check\w*)(?:: this)? fails\b|[不错錯]对?",
     re.IGNORECASE,
 )
-
 # A later value: "The answer is 5. Oh, ... so it is 6"
 _CORRECTED = re.compile(
     r"\b(?:oh|wait|alternatively|correction|hmm+|sorry|actually)\b.*\b(?:so|hence|thus|therefore)[^\n]{0,20}? "
@@ -173,7 +172,6 @@ _IN_ONE_PIECE = re.compile(rf"\\\{{.*?\\\}}|\b{_MONTH} \d\d?\b")
 _NTH = re.compile(r"\$?\d+(?:[\^{}\\$]|text)*(?:st|nd|rd|th)\b[}$]*(?= [a-z])")
 ORDINAL = re.compile(r"\d(?:\W|text)*(?:st|nd|rd|th)\b")
 _ABOUT_THE_ANSWER = re.compile(r"\banswers?\b.*\d|^(?:If|Unless)\b")
-
 # "a total of 5", "adds up to 5": what stands before the value that an amount or a verb gives.
 _AMOUNT_OF = re.compile(
     r"\b(?:[aA]n?|[tT]he(?= (?:grand )?total)) (?:[a-z-]+ ){0,2}?(?!multipl|factor|divisor|power|root|half|third|"
@@ -192,8 +190,6 @@ _NEEDED = re.compile(
     r",? (?:and|which) [^,\d]*\b(?:satisf|works|holds)[^,\d]*$| for (?:all|any)(?: real)? [a-z](?=,|$)"
 )
 _IN_ALL = re.compile(r"\bin (?:all|total)\b|(?<=equal )to\b|(?<=\d )(?:it is\Z|o'clock\b)")
-
-
 _AMOUNT = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?")
 _NOT_SO_FAR = re.compile(
     r"\b(?:would|should|expect\w*|let (?:me|us)|will now|verify|was|before|after|until|but|except|another)\b", re.I
@@ -310,10 +306,9 @@ def _last_boxes(text: str, boxed: list[Box], members: int) -> Statement:
     inside = _FORMULA_BEFORE.search(text, 0, chosen[0].start) or _FORMULA_BEHIND.match(text, end)
     cases = {box.content for box in boxed[max(first - 1, 0) : first + 1] if _CASE.search(text, 0, box.start)}
     is_part = inside and "=" not in text[end:].partition("\n")[0]
-    if is_part or len(cases) > 1 or not is_asserted(text, None, chosen[0].start, end):
-        return Statement("", "box")
     behind = _BEHIND_A_BOX.match(text, end)
-    if behind and _LIMITED.match(behind[2]):
+    is_limited = behind is not None and _LIMITED.match(behind[2]) is not None
+    if is_part or is_limited or len(cases) > 1 or not is_asserted(text, None, chosen[0].start, end):
         return Statement("", "box")
     sign, unit = (behind[1] or "", behind[2].strip(" $.")) if behind else ("", "")
     return Statement(
@@ -328,9 +323,7 @@ def _last_sentence(text: str) -> str:
     text = _ROOTS.sub(lambda match: "\n" + re.sub(r"\s*\n[-*•\s]*", ", ", match[0].strip(" \n-*•")), text)
     text = _CHECK.sub(lambda match: match[0] if _TAKEN_BACK.search(match[0]) else "", text)
     sentences = [part.strip() for part in re.split(r"(?<=[.!?])\s+(?!= )|\n", text) if part.strip()]
-    if any(_NO_ANSWER.search(sentence) for sentence in sentences):
-        return ""
-    if sentences and is_cut_off(sentences[-1]):
+    if any(map(_NO_ANSWER.search, sentences)) or sentences and is_cut_off(sentences[-1]):
         return ""
     for sentence in reversed(sentences):
         if _GOES_ON.search(sentence):
@@ -356,29 +349,21 @@ def stated_formula(statement: Statement) -> str | None:
     links = _IMPLIES.split(text)
     if all(re.search(r"[=<>]|\\[lg]e", link) for link in links) and not has_words(" ".join(links)):
         text = links[-1].strip()  # "2x = 6 ⇒ x = 3"
-    if text.endswith("?") or not text:
+    if text.endswith("?") or not text or statement.kind != "box" and ORDINAL.search(written):
         return None
-    if statement.kind != "box" and ORDINAL.search(written):
-        return None
-    if not has_words(text):
-        return text
-    if not any(is_formula(token) for token in text.split()):
+    if not has_words(text) or not any(map(is_formula, text.split())):
         return text
     if ORDINAL.search(written) or statement.kind == "text" and _ABOUT_THE_ANSWER.search(text):
         return None
     text = _IN_ONE_PIECE.sub(lambda match: match[0].replace(" ", "~"), text)
     remarks = [match[0] for match in _REMARK.finditer(text)]
     denied = [remark for remark in remarks if _DENIES_OTHERS.match(remark)]
-    remarks = [remark for remark in remarks if remark not in denied]
-    if any(_OR.search(remark) or _DOUBT.search(remark) for remark in remarks):
+    if any(_OR.search(remark) or _DOUBT.search(remark) for remark in remarks if remark not in denied):
         return None
     text = _NAMED_TERMS.sub("", _REMARK.sub("", text))
     head, _, details = text.partition(": ")
-    if (
-        sum(map(is_formula, details.split())) > 1
-        and any(map(is_formula, head.split()))
-        and not re.search("[<=>]", details)
-    ):
+    formulas = [sum(map(is_formula, part.split())) for part in (head, details)]
+    if formulas[0] and formulas[1] > 1 and not re.search("[<=>]", details):
         text = head if has_verb(head) or "altogether" in head else text  # "14 bricks are needed: 7 rows with 2 each"
     clauses = [clause.strip() for clause in _CLAUSE.split(text) if clause.strip()]
     clauses = [clause for clause in clauses if not _ASIDE.match(clause) or clause[:5] == "with " and has_verb(clause)]
