@@ -42,8 +42,9 @@ _OR = re.compile(
 _ANSWER_WORD = re.compile(
     r"(?:\banswer's(?= [-$\d\\])|\b(?:answers?|antwort|antwoord|réponse|respuesta)\b[^\n.:=\\$]{0,60}?"
     r"(?:\b(?:is|are|equals|be|ist|lautet|est|es)\b|[:=→⇒]|\s[-–—](?=\s))|"
+    r"\bfinal (?:result|total|amount)(?: is|\s*[:=→])(?=[\s*]*[-$\d\\])|"
     r"^[^\w\n]*(?:final )?answer(?:[^\w\n]*$| (?=[-$\d]))|####|"
-    r"(?:答案|答え|正解|정답|답)[\s*]*(?:就?是|[为為]|は|은|는)?)[\s:*_=]*",
+    r"(?:答案|答え|正解|정답|답)[\s*]*(?:就?是|[为為]|は|은|는)?)[\s:*_=}]*",
     re.IGNORECASE | re.MULTILINE,
 )
 _SENTENCE_END = re.compile(
@@ -53,13 +54,14 @@ _SENTENCE_END = re.compile(
 # The words with which a response states an answer in its own name: "So our final answer", "Die richtige Antwort".
 _OF_AN_ASSERTION = set(
     "so then thus hence therefore and but however now finally overall ultimately consequently in conclusion summary "
-    "short as expected required claimed computed shown above before indeed total the our my this a final correct right "
-    "best required desired requested needed exact numerical simplified complete that is means gives we i it get have "
-    "find found see change conclude obtain say think believe only clearly obviously definitely d ll s am m confident "
-    "sure certain convinced you re looking for follows know can must answer option choice letter key let me to "
-    "question problem exercise task be are equals would should will been het il o der die das lautet also daher somit "
-    "deshalb damit ist richtige korrekte endgültige la le les el los donc ainsi alors bonne correcte correcta bonnes "
-    "finale réponse est por lo tanto así que entonces respuesta es resposta correta risposta corretta".split()
+    "short as expected required result amount claimed computed shown above before indeed total the our my this a "
+    "final correct right best required desired requested needed exact numerical simplified complete that is means "
+    "gives we i it get have find found see change conclude obtain say think believe only clearly obviously definitely "
+    "d ll s am m confident sure certain convinced you re looking for follows know can must answer option choice "
+    "letter key let me to question problem exercise task be are equals would should will been het il o der die das "
+    "lautet also daher somit deshalb damit ist richtige korrekte endgültige la le les el los donc ainsi alors bonne "
+    "correcte correcta bonnes finale réponse est por lo tanto así que entonces respuesta es resposta correta risposta "
+    "corretta".split()
 )
 _CONDITION = re.compile(
     r"\b(?:if|unless|suppose|assum\w+|let(?! me\b)|were|when|whether|provided|according|"
@@ -123,7 +125,7 @@ _DOUBT = re.compile(
     r"can be(?! [a-z]{3,} in\b)|maybe|perhaps|possibly|might|could|guess|bound|hoped|tried|at first|without|"
     rf"counterexample|1 of (?:the|these|those)|let(?! me\b|'s)|ends? in|estimates?|depends?|doubt|{_REFUSED}|your|"
     r"whether|if|unless|unknown|unclear|otherwise|thinks|believes|claims|says|except|give or take|note|recall|prove|"
-    r"assume|suppose|too (?:much|many|large|big|small|high|low)|want(?! (?:is|are)\b)|"
+    r"assume|suppose|too (?:much|many|large|big|small|high|low)|want(?! (?:is|are)\b)|would (?:require|mean|imply)|"
     r"könnte|pourrait|podría|vielleicht|nicht|kein|pas|non(?!-)|não|не|niet|inte|nie)\b|\bmay\b|"
     r"n't\b|\?|\\[lc]?dots(?![a-zA-Z])|\.\.\.|[不没沒非未吗]|ではな|ではあ|じゃな|아니|아닙|않|至少|至多|最多|最少|"
     r"大于|小于|多于|少于|超过|超過|可能|也许|以上|以下|이상|이하|초과|미만|보다|(?<=\d) ?[的の]"
@@ -140,9 +142,9 @@ _CLAUSE = re.compile(
     r"(?:al)?though|while|whereas)\b)"
 )
 _ASIDE = re.compile(
-    r"(?:who(?:m|se)?|because|since|as|with(?! an? (?:total|sum))|including|like|unlike|compared|the same|twice|not|"
-    r"and not|(?:even )?though|although|while|whereas|despite|given|now that|about|approximately|roughly|"
-    r"\$?\d+ (?:more|fewer|less) than|\d+ of (?:them|whom|which) \w+|"
+    r"(?:who(?:m|se)?|of wh(?:om|ich)|because|since|as|with(?! an? (?:total|sum))|including|like|unlike|"
+    r"compared|the same|twice|not|and not|(?:even )?though|although|while|whereas|despite|given|now that|about|"
+    r"approximately|roughly|\$?\d+ (?:more|fewer|less) than|\d+ of (?:them|whom|which) \w+|"
     r"which (?!(?:is|are|was|were) \\?\$?-?[\d\\]\S*(?: [a-z]+)?$)"
     r"(?:(?:is|are|was|were)\b|(?!(?:gives?|means?|makes?|leaves?|yields?|equals?|shows?|implies|tells|.* is|.* are)\b)"
     r"\w+)|weil|denn|parce|car|porque|protože|omdat|"
