@@ -11,12 +11,13 @@ from pathlib import Path
 
 from grpo_mcore.recipe import MasterConfig, load_recipe
 
-GRPO, PPO, DISTILL = "grpo-arithmetic-cpu", "ppo-arithmetic-cpu", "distill-arithmetic-cpu"
+GRPO, DISTILL = "grpo-arithmetic-cpu", "distill-arithmetic-cpu"
+PPO, SAO = "ppo-arithmetic-cpu", "sao-arithmetic-cpu"
 VISION, NANO = "grpo-vision-cpu", "grpo-nano-v3-cpu"
 FOLDERS = {
     GRPO: Path("results/demo"),
     PPO: Path("results/demo-ppo"),
-    "sao-arithmetic-cpu": Path("results/demo-sao"),
+    SAO: Path("results/demo-sao"),
     NANO: Path("results/demo-nano-v3"),
     DISTILL: Path("results/demo-distill"),
     VISION: Path("results/demo-vision"),
@@ -26,6 +27,7 @@ FOLDERS = {
 QUICK = {
     GRPO: Path("results/demo-quick"),
     PPO: Path("results/demo-ppo-quick"),
+    SAO: Path("results/demo-sao-quick"),
     VISION: Path("results/demo-vision-quick"),
 }
 """Output folder of the quick demo of each recipe that has one. It replaces nothing of the whole one."""
@@ -78,14 +80,14 @@ def _begin(folder: Path, held: ExitStack) -> None:
 def quick_recipe(recipe: str) -> list[str]:
     """Return the overrides that make a run of half a minute of a demo's recipe: no Ray, one rank, few steps."""
     folder, model = QUICK[recipe], "base" if recipe == VISION else "base/hf"
-    train = "task/mixed.jsonl" if recipe == PPO else "task/train.jsonl"
+    train = "task/mixed.jsonl" if recipe in (PPO, SAO) else "task/train.jsonl"
     paths = {"logger.log_dir": "logs", "checkpointing.checkpoint_dir": "checkpoints", "policy.model_name": model,
              "data.train.data_path": train, "data.validation.data_path": "task/val.jsonl"}  # fmt: skip
     one_process = ["cluster.backend=local", "cluster.gpus_per_node=1"]
     one_process += ["policy.megatron_cfg.tensor_model_parallel_size=1"]
     steps = ["grpo.max_num_steps=30", "grpo.val_period=0", "checkpointing.save_period=30"]
     steps.append(f"logger.alarms.band=bands/{recipe}-quick.json")
-    if recipe == PPO:
+    if recipe in (PPO, SAO):
         steps.append("ppo.max_num_epochs=30")  # each step takes more than half of the prompts
     return [*one_process, *steps, *(f"{key}={folder / path}" for key, path in paths.items())]
 
