@@ -18,6 +18,7 @@ from grpo_mcore.families.spec import (
     Stage,
     YarnShape,
     require,
+    require_words,
 )
 
 
@@ -34,11 +35,7 @@ def dense_shape(
     """Read a ModelShape from a Hugging Face `config.json`. `partial_rotary`: the family can rotate a part of each head.
     Raises FamilyError for unsupported values."""
     require(config, hidden_act="silu", use_sliding_window=False)
-    if others := sorted(set(config.get("layer_types") or ()) - {"full_attention"}):
-        raise FamilyError(
-            f"config.json: layer_types {', '.join(others)} are not supported for {config['model_type']} models; only "
-            "full_attention"
-        )
+    require_words(config, "layer_types", "full_attention")
     fraction = float(rope_settings(config).get("partial_rotary_factor") or 1.0)
     if fraction != 1.0 and not partial_rotary:
         raise FamilyError(

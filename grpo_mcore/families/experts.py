@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from grpo_mcore.families.dense import Layer, LayerPart, mlp_params
-from grpo_mcore.families.spec import ExpertShape, FamilyError, HfTensor, Param, Split, require
+from grpo_mcore.families.spec import ExpertShape, FamilyError, HfTensor, Param, Split, require, require_words
 
 
 def expert_count(config: dict[str, Any]) -> int:
@@ -34,6 +34,7 @@ def sigmoid_experts(config: dict[str, Any]) -> ExpertShape:
             f"config.json: num_experts_per_tok {active} must be twice topk_group {active_groups}: groups are chosen by "
             "their best two experts"
         )
+    require_words(config, "mlp_layer_types", "dense", "sparse")
     kinds = config.get("mlp_layer_types") or ["dense"] * (config.get("first_k_dense_replace") or 0)
     return ExpertShape(
         count=expert_count(config),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from grpo_mcore.families.dense import dense_params, dense_shape
-from grpo_mcore.families.spec import FamilyError, ModelShape, require
+from grpo_mcore.families.spec import FamilyError, ModelShape, require, require_words
 
 params = dense_params
 
@@ -58,6 +58,7 @@ def shape(config: dict[str, Any]) -> ModelShape:
     model = dense_shape(
         {"tie_word_embeddings": True} | config | plain, family="gemma3_text", qkv_bias=False, qk_norm=True
     )
+    require_words(config, "layer_types", "full_attention", "sliding_attention")
     every = config.get("sliding_window_pattern") or 6
     layers = config.get("layer_types") or [
         "full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(model.num_layers)

@@ -43,6 +43,16 @@ def require(config: dict[str, Any], **supported: Any) -> None:
             )
 
 
+def require_words(config: dict[str, Any], key: str, *words: str) -> None:
+    """Raise FamilyError if the config's list of a word for each layer, which may be missing, has one that its family
+    does not know."""
+    if others := sorted({*map(str, config.get(key) or ())} - {*words}):
+        raise FamilyError(
+            f"config.json: {key} {', '.join(others)} are not supported for {config['model_type']} models; only "
+            f"{', '.join(words)}"
+        )
+
+
 @dataclass(frozen=True)
 class ExpertShape:
     """The experts of a mixture-of-experts model, and how tokens are routed to them."""

@@ -195,6 +195,24 @@ def test_the_old_word_for_the_type_replaces_the_new_one(form: dict[str, Any], ke
     assert engine_overrides(config, {key: yarn})["rope_parameters"]["rope_type"] == "yarn"
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "word"),
+    [
+        ("Qwen3-8B", "layer_types", "sliding_attention"),
+        ("Qwen3.5-4B", "layer_types", "sliding_attention"),
+        ("gemma-3-1b", "layer_types", "chunked_attention"),
+        ("GLM-4.7-Flash", "mlp_layer_types", "moe"),
+    ],
+)
+def test_a_word_for_a_layer_that_the_family_does_not_know_is_refused(name: str, key: str, word: str) -> None:
+    config = known_configs()[name]
+    text = config.get("text_config", config)
+    layers = [word] * text["num_hidden_layers"]
+    changed = config | {"text_config": text | {key: layers}} if "text_config" in config else config | {key: layers}
+    with pytest.raises(FamilyError, match=f"{key} {word} are not supported"):
+        shape_of(changed)
+
+
 @pytest.mark.parametrize("name", ["Qwen3.5-4B", "Qwen3-Next-80B-A3B", "gemma-3-1b", "gpt-oss-20b", "GLM-4.7-Flash"])
 def test_a_model_with_fewer_layers_is_one_that_transformers_reads(name: str) -> None:
     """Its lists of layers stayed as long as before: transformers refused the exported model."""
