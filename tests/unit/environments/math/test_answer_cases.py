@@ -12,7 +12,7 @@ cases are joined by 688 of prose that were written while the grammar of `clause.
 answers that were not recognised at first; those that still are not it lists as `not_read_yet`. Of 400 answers that a
 third author wrote afterwards the reader recognised 93.5 % of the right ones and paid 0.5 % of the wrong ones.
 The seventh is from four tables of 1,800 cases by authors who had not seen the reader: on its first run it recognised
-87 % and paid 0.6 % (Math-Verify alone 76 and 8 %). It has those that were mended, and wrong sentences for each rule.
+87 % and paid 0.6 % (Math-Verify alone 77 and 7 %). It has those that were mended, and wrong sentences for each rule.
 Of 300 answers that a fifth author wrote meanwhile, in the proportions of what models answer to public problems, the
 reader then recognised 98 % and paid 1.3 % (Math-Verify 90 and 6 %).
 """
