@@ -50,7 +50,7 @@ def follows(key: str, values: Mapping[str, Any]) -> bool:
     policy's does, too. `values`: of all full keys."""
     value, policy = values.get(key), f"policy.{key.removeprefix('value.')}"
     if key.startswith("value."):
-        of_critic = {f"policy.{name[6:]}": own for name, own in values.items() if name.startswith("value.")}
+        of_critic = {f"policy.{name[6:]}": setting for name, setting in values.items() if name.startswith("value.")}
         return value is not None and value == values.get(policy) or follows(policy, {**values, **of_critic})
     algorithm = next((name for name in ALGORITHMS if f"{name}.max_num_steps" in values), "")
     return value is not None and value == derived_value(key, values.get, algorithm)

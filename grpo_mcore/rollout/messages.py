@@ -386,8 +386,8 @@ class ItemReader:
             return
         turn = self._open_turn()
         turn["content"] = read.value
-        own = _own_reasoning({key: getattr(item, key) for key in (*REASONING_FIELDS, *_REASONING_LISTS)})
-        self._add_reasoning("\n".join(filter(None, [*own, *read.reasoning])), turn)
+        reasoning = _own_reasoning({key: getattr(item, key) for key in (*REASONING_FIELDS, *_REASONING_LISTS)})
+        self._add_reasoning("\n".join(filter(None, [*reasoning, *read.reasoning])), turn)
         calls = [*read_list(item.tool_calls, "tool_calls", "calls"), *read.calls] if item.tool_calls else read.calls
         for call in calls:
             function = call.get("function", call) if isinstance(call, dict) else None

@@ -118,12 +118,12 @@ def replayable(run: Path, config: MasterConfig, step: int) -> int:
 
 def of_settings(config: MasterConfig, reference: Mapping[str, Any]) -> Iterator[WrongPart]:
     """Compare a recipe with settings, key by key."""
-    own = settings_of(config.model_dump(mode="json"))
+    settings = settings_of(config.model_dump(mode="json"))
     shown = {key: value for key, value in reference.items() if HIDDEN not in str(value)}
     for change in changes(shown, config):
         key, theirs, mine = change.key, change.saved, change.new
         without_effect = re.sub(r"^value\.", "policy.", key).startswith(WITHOUT_EFFECT) or key.endswith(LAYOUT)
-        if key in own.keys() | shown.keys() and not without_effect:
+        if key in settings.keys() | shown.keys() and not without_effect:
             again = f"grpo-mcore train RECIPE {shlex.quote(f'{key}={theirs}')}"
             yield WrongPart(key, f"{mine} in the run, {theirs} in the recipe", again)
 

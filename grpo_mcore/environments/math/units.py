@@ -89,7 +89,7 @@ def split_unit(text: str) -> tuple[str, str | None]:
         for times, name, exponent in _FACTORS.findall(match["unit"]):
             sign = -1 if "/" in times or "per" in times else sign
             power, shape = sign * shape * int(exponent or 1), 1
-            powers.update({part: power * own for part, own in _factors(_UNIT_OF[name]).items()})
+            powers.update({part: power * number for part, number in _factors(_UNIT_OF[name]).items()})
         parts = sorted(powers.items(), key=lambda item: (-item[1], item[0]))
         unit = "".join(f"{'*/'[power < 0]}{name}^{abs(power)}".removesuffix("^1") for name, power in parts if power)
         return match["number"].strip().replace(" degree", ""), unit.lstrip("*")
